@@ -1,0 +1,265 @@
+package v1alpha1
+
+import metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+
+// VolumeType says what kind of source a volume comes from.
+type VolumeType string
+
+// The volume types.
+const (
+	// VolumeTypeLocal is a directory of the node below a root that its operator allowed.
+	VolumeTypeLocal VolumeType = "local"
+	// VolumeTypePVC is a PersistentVolumeClaim; in standalone, a named volume.
+	VolumeTypePVC VolumeType = "pvc"
+	// VolumeTypePV is a PersistentVolume by name.
+	VolumeTypePV VolumeType = "pv"
+	// VolumeTypeSnapshot is a dataset or sandbox snapshot kept as an OCI image.
+	VolumeTypeSnapshot VolumeType = "snapshot"
+	// VolumeTypeOSS is an S3-compatible bucket or prefix.
+	VolumeTypeOSS VolumeType = "oss"
+)
+
+// VolumeMode says whether a sandbox may write to a volume.
+type VolumeMode string
+
+// The volume modes.
+const (
+	VolumeModeReadOnly  VolumeMode = "ro"
+	VolumeModeReadWrite VolumeMode = "rw"
+)
+
+// OnFailure says what becomes of an entry whose volume cannot be attached.
+type OnFailure string
+
+// The failure policies (design, ruling 10).
+const (
+	// OnFailureKeep keeps the entry, Failed with its reason; transient errors are retried with
+	// backoff, permanent ones not before the spec changes. The default.
+	OnFailureKeep OnFailure = "Keep"
+	// OnFailureRemove rolls everything back, the entry too, and retries nothing.
+	OnFailureRemove OnFailure = "Remove"
+)
+
+// VolumeMount is a static volume: a local source bound when the sandbox is created.
+type VolumeMount struct {
+	// Source is an absolute path on the node, below an allowed root.
+	// +kubebuilder:validation:MinLength=1
+	// +kubebuilder:validation:MaxLength=4096
+	Source string `json:"source"`
+	// Target is the absolute, clean path in the sandbox.
+	// +kubebuilder:validation:MinLength=1
+	// +kubebuilder:validation:MaxLength=1024
+	Target string `json:"target"`
+	// Mode is ro or rw; rw when empty.
+	// +kubebuilder:default=rw
+	// +optional
+	Mode VolumeMode `json:"mode,omitempty"`
+}
+
+// DynamicVolume is a volume that can be attached to and detached from a running sandbox. Entries are
+// keyed by target. Everything but forceMount, onFailure and detach is immutable: to change a volume,
+// remove its entry and add another.
+type DynamicVolume struct {
+	// VolumeType is local, pvc, pv, snapshot or oss.
+	VolumeType VolumeType `json:"volumeType"`
+	// Source names the data: a path, a claim, a volume, an image or a bucket, by volumeType.
+	// +kubebuilder:validation:MinLength=1
+	// +kubebuilder:validation:MaxLength=4096
+	Source string `json:"source"`
+	// Target is the absolute, clean path in the sandbox, at most 1,024 bytes.
+	// +kubebuilder:validation:MinLength=1
+	// +kubebuilder:validation:MaxLength=1024
+	Target string `json:"target"`
+	// Mode is ro or rw; rw when empty.
+	// +kubebuilder:default=rw
+	// +optional
+	Mode VolumeMode `json:"mode,omitempty"`
+	// SizeLimit is the most that the volume may hold, as a Kubernetes quantity such as 50Gi. It is a
+	// hard limit: where nothing can enforce it the volume is refused.
+	// +optional
+	SizeLimit string `json:"sizeLimit,omitempty"`
+	// TenantID is the tenant whose data it is; the sandbox's tenant when empty, and never another.
+	// +kubebuilder:validation:MaxLength=63
+	// +optional
+	TenantID string `json:"tenantId,omitempty"`
+	// SubPath is a directory inside the volume, relative to its root. It is never created.
+	// +kubebuilder:validation:MaxLength=4096
+	// +optional
+	SubPath string `json:"subPath,omitempty"`
+	// ForceMount attaches a volume of another topology domain, with a warning.
+	// +optional
+	ForceMount bool `json:"forceMount,omitempty"`
+	// OnFailure is Keep or Remove; Keep when empty.
+	// +optional
+	OnFailure OnFailure `json:"onFailure,omitempty"`
+	// RequestID is the id of the request that added the entry, for its caller to find it again.
+	// +kubebuilder:validation:MaxLength=128
+	// +optional
+	RequestID string `json:"requestId,omitempty"`
+	// Detach asks for the volume to be detached, and the entry then to be deleted. It is cleared when
+	// the volume is busy and detach.force is not set.
+	// +optional
+	Detach *DetachRequest `json:"detach,omitempty"`
+}
+
+// DetachRequest asks for a dynamic volume to be detached.
+type DetachRequest struct {
+	// Force detaches a volume that is in use: new look-ups no longer find it, open files go on.
+	// +optional
+	Force bool `json:"force,omitempty"`
+	// RequestID is the id of the request, for its caller to find its result.
+	// +optional
+	RequestID string `json:"requestId,omitempty"`
+}
+
+// VolumeKind tells static volumes from dynamic ones.
+type VolumeKind string
+
+// The volume kinds.
+const (
+	VolumeKindStatic  VolumeKind = "Static"
+	VolumeKindDynamic VolumeKind = "Dynamic"
+)
+
+// VolumePhase is where a volume is in its life.
+type VolumePhase string
+
+// The volume phases.
+const (
+	VolumePending   VolumePhase = "Pending"
+	VolumeAttaching VolumePhase = "Attaching"
+	VolumeMounted   VolumePhase = "Mounted"
+	VolumeDetaching VolumePhase = "Detaching"
+	VolumeFailed    VolumePhase = "Failed"
+)
+
+// VolumePath is the way by which a volume's source was prepared on the node.
+type VolumePath string
+
+// The paths (design, section 7).
+const (
+	VolumePathLocal    VolumePath = "Local"
+	VolumePathDirect   VolumePath = "Direct"
+	VolumePathAnchor   VolumePath = "Anchor"
+	VolumePathSnapshot VolumePath = "Snapshot"
+	VolumePathFUSE     VolumePath = "FUSE"
+)
+
+// LimitEnforcement is what holds a volume to its sizeLimit.
+type LimitEnforcement string
+
+// The ways of holding a limit (design, section 7, "Size limits").
+const (
+	// LimitImage: the volume is a filesystem of its own, made at the limit's size.
+	LimitImage LimitEnforcement = "Image"
+	// LimitCapacity: the volume's filesystem is no larger than the limit.
+	LimitCapacity LimitEnforcement = "Capacity"
+	// LimitQuota: a project quota of the filesystem.
+	LimitQuota LimitEnforcement = "Quota"
+	// LimitBestEffort: nothing; the operator's policy allows it.
+	LimitBestEffort LimitEnforcement = "BestEffort"
+	// LimitNone: no limit was asked for.
+	LimitNone LimitEnforcement = "None"
+)
+
+// AttachTime says when in a container's life its volume became visible.
+type AttachTime string
+
+// The attach times.
+const (
+	// AttachedBeforeStart: before the first instruction of the user's process.
+	AttachedBeforeStart AttachTime = "BeforeStart"
+	// AttachedAfterStart: it should have been there at the start, but came right after it.
+	AttachedAfterStart AttachTime = "AfterStart"
+	// AttachedLive: into the running process, as asked.
+	AttachedLive AttachTime = "Live"
+)
+
+// DetachState is what is left of a detach that is not over.
+type DetachState string
+
+// The detach states.
+const (
+	// DetachBusy: the volume is in use and force was not asked for.
+	DetachBusy DetachState = "Busy"
+	// DetachLazy: detached, but processes still hold open files on it.
+	DetachLazy DetachState = "Lazy"
+	// DetachReleasePending: gone from the sandbox, its source not yet released.
+	DetachReleasePending DetachState = "ReleasePending"
+)
+
+// Topology is how a volume's topology domain compares with its sandbox's.
+type Topology string
+
+// The topology results.
+const (
+	TopologyUnknown  Topology = "Unknown"
+	TopologyMatch    Topology = "Match"
+	TopologyMismatch Topology = "Mismatch"
+	TopologyForced   Topology = "Forced"
+)
+
+// VolumeStatus is what holds of one volume: a row of status.volumes, and the answer of the RPCs.
+type VolumeStatus struct {
+	// Kind is Static or Dynamic.
+	Kind       VolumeKind `json:"kind,omitempty"`
+	VolumeType VolumeType `json:"volumeType,omitempty"`
+	Source     string     `json:"source,omitempty"`
+	Target     string     `json:"target"`
+	Mode       VolumeMode `json:"mode,omitempty"`
+	SizeLimit  string     `json:"sizeLimit,omitempty"`
+	TenantID   string     `json:"tenantId,omitempty"`
+	SubPath    string     `json:"subPath,omitempty"`
+	ForceMount bool       `json:"forceMount,omitempty"`
+	OnFailure  OnFailure  `json:"onFailure,omitempty"`
+	// RequestID is the id of the last request about the volume that was answered: the one that added
+	// it, or the one that asked for its detach.
+	RequestID string `json:"requestId,omitempty"`
+
+	// EntryHash identifies the entry that this row speaks of: an entry that is removed and added
+	// again has another.
+	EntryHash string `json:"entryHash,omitempty"`
+	// OperationID is the id of the last operation, as it stands in the logs of every component.
+	OperationID string `json:"operationId,omitempty"`
+	// ObservedGeneration is the generation of the sandbox that the row was made from.
+	ObservedGeneration int64 `json:"observedGeneration,omitempty"`
+	// Phase is Pending, Attaching, Mounted, Detaching or Failed.
+	Phase VolumePhase `json:"phase,omitempty"`
+	// Reason is a word in CamelCase or UPPER_SNAKE_CASE for programs; Message is for people.
+	Reason  string `json:"reason,omitempty"`
+	Message string `json:"message,omitempty"`
+	// Since is when the phase was entered.
+	Since metav1.Time `json:"since,omitempty"`
+	// Attempts counts the failed attempts since the last success.
+	Attempts int32 `json:"attempts,omitempty"`
+	// NextRetryTime is when a transient failure is tried again.
+	NextRetryTime *metav1.Time `json:"nextRetryTime,omitempty"`
+	PVCName       string       `json:"pvcName,omitempty"`
+	PVName        string       `json:"pvName,omitempty"`
+	// Path is the way by which the source was prepared, PathReason why that one.
+	Path       VolumePath `json:"path,omitempty"`
+	PathReason string     `json:"pathReason,omitempty"`
+	// LimitEnforcement is what holds the volume to its sizeLimit.
+	LimitEnforcement LimitEnforcement `json:"limitEnforcement,omitempty"`
+	// CapacityBytes is the real size of the volume's filesystem where it is a filesystem of its own.
+	CapacityBytes int64 `json:"capacityBytes,omitempty"`
+	// Topology compares VolumeDomain with SandboxDomain.
+	Topology      Topology `json:"topology,omitempty"`
+	VolumeDomain  string   `json:"volumeDomain,omitempty"`
+	SandboxDomain string   `json:"sandboxDomain,omitempty"`
+	// Attached is BeforeStart, AfterStart or Live.
+	Attached AttachTime `json:"attached,omitempty"`
+	// DetachState is Busy, Lazy or ReleasePending while a detach is not over.
+	DetachState DetachState `json:"detachState,omitempty"`
+	// Holders are processes that kept the volume busy when it was last asked to be detached.
+	Holders []VolumeHolder `json:"holders,omitempty"`
+}
+
+// VolumeHolder is a process that uses a volume.
+type VolumeHolder struct {
+	// PID is the process id as the node sees it.
+	PID     int32  `json:"pid"`
+	Command string `json:"command,omitempty"`
+	// Kind is cwd, root, exe, fd, map or mount (a nested mount namespace).
+	Kind string `json:"kind,omitempty"`
+}

@@ -1,0 +1,33 @@
+// Package deps is a placeholder that keeps modules pinned while the first packages are written.
+package deps
+
+import (
+	_ "github.com/containerd/cgroups/v3"
+	_ "github.com/containerd/containerd/v2/client"
+	_ "github.com/containerd/containerd/v2/contrib/seccomp"
+	_ "github.com/containerd/containerd/v2/pkg/cio"
+	_ "github.com/containerd/containerd/v2/pkg/oci"
+	_ "github.com/containerd/errdefs"
+	_ "github.com/containerd/errdefs/pkg/errgrpc"
+	_ "github.com/google/go-containerregistry/pkg/v1/tarball"
+	_ "github.com/moby/sys/mountinfo"
+	_ "github.com/prometheus/client_golang/prometheus/promhttp"
+	_ "github.com/spf13/cobra"
+	_ "go.etcd.io/bbolt"
+	_ "golang.org/x/sync/errgroup"
+	_ "golang.org/x/sys/unix"
+	_ "golang.org/x/time/rate"
+	_ "google.golang.org/genproto/googleapis/rpc/errdetails"
+	_ "google.golang.org/grpc"
+	_ "google.golang.org/grpc/health"
+	_ "google.golang.org/grpc/reflection"
+	_ "google.golang.org/protobuf/proto"
+	_ "k8s.io/api/core/v1"
+	_ "k8s.io/apimachinery/pkg/apis/meta/v1"
+	_ "k8s.io/utils/clock"
+	_ "sigs.k8s.io/yaml"
+	_ "github.com/evanphx/json-patch/v5"
+	_ "github.com/containerd/typeurl/v2"
+	_ "github.com/opencontainers/runtime-spec/specs-go"
+	_ "github.com/opencontainers/image-spec/specs-go/v1"
+)

@@ -1,0 +1,68 @@
+//go:build failpoint
+
+package failpoint
+
+import (
+	"fmt"
+	"os"
+	"strconv"
+	"strings"
+	"sync/atomic"
+	"syscall"
+)
+
+// Enabled says whether this binary was built with the tag "failpoint".
+const Enabled = true
+
+type arming struct {
+	action string // "", "kill", "hang" or "error"
+	text   string
+	left   *atomic.Int64 // hits until it acts
+}
+
+func parse(name string) arming {
+	for _, term := range strings.Split(os.Getenv(Env), ";") {
+		n, action, ok := strings.Cut(strings.TrimSpace(term), "=")
+		if !ok || n != name {
+			continue
+		}
+		a := arming{left: &atomic.Int64{}}
+		a.left.Store(1)
+		if count, rest, ok := strings.Cut(action, "*"); ok {
+			n, err := strconv.ParseInt(count, 10, 64)
+			if err != nil || n < 1 {
+				panic(fmt.Sprintf("failpoint: %s: %q is not a count", name, count))
+			}
+			a.left.Store(n)
+			action = rest
+		}
+		switch {
+		case action == "kill", action == "hang":
+			a.action = action
+		case strings.HasPrefix(action, "error(") && strings.HasSuffix(action, ")"):
+			a.action, a.text = "error", action[len("error("):len(action)-1]
+		default:
+			panic(fmt.Sprintf("failpoint: %s: unknown action %q", name, action))
+		}
+		return a
+	}
+	return arming{}
+}
+
+// Hit acts as the point is armed: it kills the process as SIGKILL does, blocks for ever, or returns an
+// error. A point that is not armed does nothing.
+func (p *Point) Hit() error {
+	if p.arm.action == "" || p.arm.left.Add(-1) != 0 {
+		return nil
+	}
+	switch p.arm.action {
+	case "kill":
+		fmt.Fprintln(os.Stderr, "failpoint: killed at", p.name)
+		_ = syscall.Kill(os.Getpid(), syscall.SIGKILL)
+		select {}
+	case "hang":
+		fmt.Fprintln(os.Stderr, "failpoint: hanging at", p.name)
+		select {}
+	}
+	return fmt.Errorf("failpoint %s: %s", p.name, p.arm.text)
+}
