@@ -2623,10 +2623,12 @@ func (x *LogsRequest) GetTail() int32 {
 }
 
 type LogEntry struct {
-	state         protoimpl.MessageState `protogen:"open.v1"`
-	Time          *timestamppb.Timestamp `protobuf:"bytes,1,opt,name=time,proto3" json:"time,omitempty"`
-	Stream        string                 `protobuf:"bytes,2,opt,name=stream,proto3" json:"stream,omitempty"`
-	Line          []byte                 `protobuf:"bytes,3,opt,name=line,proto3" json:"line,omitempty"`
+	state  protoimpl.MessageState `protogen:"open.v1"`
+	Time   *timestamppb.Timestamp `protobuf:"bytes,1,opt,name=time,proto3" json:"time,omitempty"`
+	Stream string                 `protobuf:"bytes,2,opt,name=stream,proto3" json:"stream,omitempty"`
+	Line   []byte                 `protobuf:"bytes,3,opt,name=line,proto3" json:"line,omitempty"`
+	// The line goes on in the next entry of this stream.
+	Partial       bool `protobuf:"varint,4,opt,name=partial,proto3" json:"partial,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -2680,6 +2682,13 @@ func (x *LogEntry) GetLine() []byte {
 		return x.Line
 	}
 	return nil
+}
+
+func (x *LogEntry) GetPartial() bool {
+	if x != nil {
+		return x.Partial
+	}
+	return false
 }
 
 type ImportImageRequest struct {
@@ -3290,11 +3299,12 @@ const file_agent_v1_agent_proto_rawDesc = "" +
 	"\vsandbox_uid\x18\x01 \x01(\tR\n" +
 	"sandboxUid\x12\x16\n" +
 	"\x06follow\x18\x02 \x01(\bR\x06follow\x12\x12\n" +
-	"\x04tail\x18\x03 \x01(\x05R\x04tail\"f\n" +
+	"\x04tail\x18\x03 \x01(\x05R\x04tail\"\x80\x01\n" +
 	"\bLogEntry\x12.\n" +
 	"\x04time\x18\x01 \x01(\v2\x1a.google.protobuf.TimestampR\x04time\x12\x16\n" +
 	"\x06stream\x18\x02 \x01(\tR\x06stream\x12\x12\n" +
-	"\x04line\x18\x03 \x01(\fR\x04line\"*\n" +
+	"\x04line\x18\x03 \x01(\fR\x04line\x12\x18\n" +
+	"\apartial\x18\x04 \x01(\bR\apartial\"*\n" +
 	"\x12ImportImageRequest\x12\x14\n" +
 	"\x05chunk\x18\x01 \x01(\fR\x05chunk\"&\n" +
 	"\x10PullImageRequest\x12\x12\n" +

@@ -1537,8 +1537,10 @@ type LogEntry struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	Time  *timestamppb.Timestamp `protobuf:"bytes,1,opt,name=time,proto3" json:"time,omitempty"`
 	// stdout or stderr.
-	Stream        string `protobuf:"bytes,2,opt,name=stream,proto3" json:"stream,omitempty"`
-	Line          []byte `protobuf:"bytes,3,opt,name=line,proto3" json:"line,omitempty"`
+	Stream string `protobuf:"bytes,2,opt,name=stream,proto3" json:"stream,omitempty"`
+	Line   []byte `protobuf:"bytes,3,opt,name=line,proto3" json:"line,omitempty"`
+	// The line goes on in the next entry of this stream.
+	Partial       bool `protobuf:"varint,4,opt,name=partial,proto3" json:"partial,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1592,6 +1594,13 @@ func (x *LogEntry) GetLine() []byte {
 		return x.Line
 	}
 	return nil
+}
+
+func (x *LogEntry) GetPartial() bool {
+	if x != nil {
+		return x.Partial
+	}
+	return false
 }
 
 type Image struct {
@@ -2154,11 +2163,12 @@ const file_sandbox_v1_sandbox_proto_rawDesc = "" +
 	"\vLogsRequest\x125\n" +
 	"\asandbox\x18\x01 \x01(\v2\x1b.flux.sandbox.v1.SandboxRefR\asandbox\x12\x16\n" +
 	"\x06follow\x18\x02 \x01(\bR\x06follow\x12\x12\n" +
-	"\x04tail\x18\x03 \x01(\x05R\x04tail\"f\n" +
+	"\x04tail\x18\x03 \x01(\x05R\x04tail\"\x80\x01\n" +
 	"\bLogEntry\x12.\n" +
 	"\x04time\x18\x01 \x01(\v2\x1a.google.protobuf.TimestampR\x04time\x12\x16\n" +
 	"\x06stream\x18\x02 \x01(\tR\x06stream\x12\x12\n" +
-	"\x04line\x18\x03 \x01(\fR\x04line\"R\n" +
+	"\x04line\x18\x03 \x01(\fR\x04line\x12\x18\n" +
+	"\apartial\x18\x04 \x01(\bR\apartial\"R\n" +
 	"\x05Image\x12\x12\n" +
 	"\x04name\x18\x01 \x01(\tR\x04name\x12\x16\n" +
 	"\x06digest\x18\x02 \x01(\tR\x06digest\x12\x1d\n" +

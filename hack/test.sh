@@ -1,0 +1,75 @@
+#!/bin/bash
+# hack/test.sh STAGE… runs stages of tests, and prints the sum of them as its last line: N passed, N failed.
+#
+#   unit          packages that need nothing of the machine, and the house rules; with the race detector
+#   integration   packages that need root, the kernel's mounts and containerd; with the race detector
+#   containerd2   internal/containers once more, with containerd 2.x built from source
+#   crash         the crash matrix and whatever else is tested with failpoints; without the race detector
+#
+# With CI=true a skipped test is a failed one. TESTFLAGS is handed to go test (-run, -v, -count).
+set -uo pipefail
+
+cd "$(dirname "$0")/.."
+export PATH=$PATH:/usr/local/sbin:/usr/sbin:/sbin
+
+mkdir -p bin/hack
+go build -o bin/hack/ ./hack/testsummary || exit
+tally=$(mktemp) || exit
+trap 'rm -f "$tally"' EXIT
+failed=()
+
+# Packages whose tests change the machine: one at a time.
+integration_dirs='^(internal/(mount|capacity|containers|agent)|test)(/|$)'
+
+# packages PATTERN: our packages whose path below the module matches.
+packages() { go list -f '{{.ImportPath}}' ./... | sed "s|^$module/||" | grep -E "$1" | sed 's|^|./|'; }
+module=$(go list -m) || exit
+
+tests() { # tests NAME GO-TEST-ARGUMENT…
+	local name=$1 start=$SECONDS
+	shift
+	echo "== $name"
+	go test -json -timeout 30m $flags ${TESTFLAGS:-} "$@" 2>&1 | bin/hack/testsummary -tally "$tally"
+	[ "${PIPESTATUS[*]}" = "0 0" ] || failed+=("$name")
+	echo "== $name: $((SECONDS - start)) s"
+}
+
+stage() {
+	local flags=
+	case $1 in
+	unit)
+		flags='-race -p 2'
+		tests unit $(packages . | grep -vE "^\./${integration_dirs#^}") ./test/house
+		;;
+	integration)
+		flags='-race -p 1 -count=1'
+		tests integration $(packages "$integration_dirs" | grep -vE '^\./test/(house|crash)')
+		;;
+	containerd2)
+		local dir
+		if ! dir=$(hack/containerd/build.sh); then
+			failed+=("containerd2: no containerd")
+			return
+		fi
+		flags='-race -p 1 -count=1'
+		FLUX_TEST_CONTAINERD=$dir/containerd PATH=$dir:$PATH tests "containerd 2.x" ./internal/containers/...
+		;;
+	crash)
+		# Packages with test files that are built only with the tag, wherever they are.
+		local tagged
+		tagged=$(grep -rlE --include='*_test.go' '^//go:build .*failpoint' internal test 2>/dev/null | xargs -r dirname | sed 's|^|./|' | sort -u)
+		flags='-tags failpoint -p 1 -count=1'
+		tests "crash matrix" $(printf '%s\n' ./test/crash $tagged | sort -u)
+		;;
+	*)
+		echo "test.sh: no stage $1" >&2
+		exit 2
+		;;
+	esac
+}
+
+for s in "$@"; do
+	stage "$s"
+done
+[ ${#failed[@]} -eq 0 ] || printf 'failed: %s\n' "${failed[@]}"
+bin/hack/testsummary -tally "$tally" -close && [ ${#failed[@]} -eq 0 ]

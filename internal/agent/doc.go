@@ -1,0 +1,26 @@
+// Package agent runs the sandboxes of one node and attaches volumes to them. It is driven through the gRPC
+// contract api/proto/agent/v1 and trusts nobody: every command is validated and fenced again here.
+//
+// # Who does what
+//
+//   - ContainerMountUpdater attaches and detaches one volume of one sandbox, as a transaction: it records
+//     its intent, acts, verifies, records the result; a failure undoes every step before it.
+//   - preparedVolumes has the sources that are ready on this node, each prepared once however many
+//     sandboxes use it. Users are the journal's records, never a counter.
+//   - lifecycle creates, starts, stops, restarts and deletes containers. Every start of a task goes through
+//     it: created, then all volumes attached, then started.
+//   - reaper finishes what could not be finished at once: volumes that processes still hold, sources that
+//     nobody uses any more.
+//   - recover repairs the node from journal × mountinfo × containerd before the first request is served.
+//   - inventory tells followers what the node really has.
+//
+// # Locks, from the outside in
+//
+//  1. a sandbox's target lock: one operation per target at a time; it honours its context.
+//  2. a sandbox's life lock: lifecycle operations hold it alone, volume operations share it, and only for
+//     the moment in which they touch the container. Never held while a source is prepared, so that a source
+//     that hangs keeps no sandbox from being stopped or deleted.
+//  3. a prepared volume's state; 4. the journal's mutex.
+//
+// Nothing waits for a network or a file server while it holds a lock of another sandbox.
+package agent

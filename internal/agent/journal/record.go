@@ -1,0 +1,124 @@
+package journal
+
+import (
+	"bytes"
+	"encoding/json"
+	"fmt"
+	"time"
+
+	"github.com/containerd/errdefs"
+
+	"github.com/flux-sandbox/flux-sandbox/api/sandbox/v1alpha1"
+	"github.com/flux-sandbox/flux-sandbox/internal/mount"
+	"github.com/flux-sandbox/flux-sandbox/internal/volume"
+)
+
+// VolumePhase is how far a volume record has come.
+type VolumePhase string
+
+// The phases of a volume record.
+const (
+	// Intent: the attach was begun; nothing is known of how far it came.
+	Intent VolumePhase = "Intent"
+	// Waiting: the source is prepared; it is attached when the sandbox's next task is created.
+	Waiting VolumePhase = "Waiting"
+	// Mounted: attached and verified.
+	Mounted VolumePhase = "Mounted"
+	// Detaching: the detach was begun.
+	Detaching VolumePhase = "Detaching"
+	// Lazy: gone from the sandbox's tree, but processes still hold it.
+	Lazy VolumePhase = "Lazy"
+)
+
+// Volume is the record of one volume of one sandbox.
+type Volume struct {
+	SandboxUID string `json:"sandboxUID"`
+	// ID is unique among the sandbox's records: the id of the operation that made it.
+	ID        string              `json:"id"`
+	Target    string              `json:"target"`
+	EntryHash string              `json:"entryHash"`
+	Kind      v1alpha1.VolumeKind `json:"kind"`
+	// Request is what was asked of the source; its Key names the prepared volume.
+	Request volume.Request `json:"request"`
+	Phase   VolumePhase    `json:"phase"`
+	// Mount is where it is, once it is mounted.
+	Mount    mount.Identity      `json:"mount,omitzero"`
+	Attached v1alpha1.AttachTime `json:"attached,omitempty"`
+	// Path, Limit and CapacityBytes are what the source said of it, for this request.
+	Path          v1alpha1.VolumePath       `json:"path,omitempty"`
+	Limit         v1alpha1.LimitEnforcement `json:"limit,omitempty"`
+	CapacityBytes int64                     `json:"capacityBytes,omitempty"`
+	// Stages are how long the steps of its attach took.
+	Stages []Stage `json:"stages,omitempty"`
+}
+
+// Stage is how long one step of an attach took.
+type Stage struct {
+	Name     string        `json:"name"`
+	Duration time.Duration `json:"duration"`
+}
+
+// PreparedPhase is how far a prepared volume has come.
+type PreparedPhase string
+
+// The phases of a prepared volume.
+const (
+	Preparing PreparedPhase = "Preparing"
+	Ready     PreparedPhase = "Ready"
+	Releasing PreparedPhase = "Releasing"
+)
+
+// Prepared is the record of one source on this node. Its users are the volume records with its key: they
+// are read, never counted.
+type Prepared struct {
+	Key      string          `json:"key"`
+	Phase    PreparedPhase   `json:"phase"`
+	Request  volume.Request  `json:"request"`
+	Prepared volume.Prepared `json:"prepared,omitzero"`
+	// Mounts are what users had mounted of it: it is released when none of them is left in any mount
+	// namespace of the node.
+	Mounts []mount.Match `json:"mounts,omitempty"`
+}
+
+// Desired is what was last asked of a sandbox's process.
+type Desired string
+
+// The desired states of a process.
+const (
+	// DesiredNone: nothing was asked yet.
+	DesiredNone Desired = ""
+	// DesiredCreated: it waits for its volumes and for the start.
+	DesiredCreated Desired = "Created"
+	DesiredRunning Desired = "Running"
+	DesiredStopped Desired = "Stopped"
+	// DesiredGone: the sandbox is deleted, or being so; the record fences late commands.
+	DesiredGone Desired = "Gone"
+)
+
+// Sandbox is the record of one sandbox.
+type Sandbox struct {
+	UID     string  `json:"uid"`
+	Desired Desired `json:"desired"`
+	// Generations are the newest generations seen, by target; "" is the sandbox itself.
+	Generations map[string]int64 `json:"generations,omitempty"`
+	Restarts    int32            `json:"restarts,omitempty"`
+	StartedAt   time.Time        `json:"startedAt,omitzero"`
+	ExitedAt    time.Time        `json:"exitedAt,omitzero"`
+	ExitCode    *int32           `json:"exitCode,omitempty"`
+	ExitReason  string           `json:"exitReason,omitempty"`
+	// DeletedAt is when it was deleted.
+	DeletedAt time.Time `json:"deletedAt,omitzero"`
+}
+
+// decode reads a record. What follows the JSON value, or is not JSON, is an error that names the record.
+func decode[T any](bucket, key string, data []byte) (T, error) {
+	var v T
+	d := json.NewDecoder(bytes.NewReader(data))
+	if err := d.Decode(&v); err != nil {
+		return v, fmt.Errorf("journal record %s/%s does not decode: %v: %w", bucket, key, err, errdefs.ErrDataLoss)
+	}
+	if d.More() {
+		return v, fmt.Errorf("journal record %s/%s has data after its end: %w", bucket, key, errdefs.ErrDataLoss)
+	}
+	return v, nil
+}

@@ -1,0 +1,259 @@
+package agent
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"time"
+
+	"github.com/containerd/errdefs"
+
+	"github.com/flux-sandbox/flux-sandbox/internal/agent/journal"
+	"github.com/flux-sandbox/flux-sandbox/internal/containers"
+	"github.com/flux-sandbox/flux-sandbox/internal/mount"
+)
+
+// create makes the sandbox's container with a task that is created and not started. A sandbox that is there is left
+// as it is; one whose task has ended gets a new one.
+func (a *Agent) create(ctx context.Context, spec containers.Spec) error {
+	sb := a.sandbox(spec.UID)
+	if sb.ctx.Err() != nil {
+		return sb.terminating()
+	}
+	release, err := sb.alone(ctx)
+	if err != nil {
+		return err
+	}
+	defer release()
+	if sb.ctx.Err() != nil {
+		return sb.terminating()
+	}
+	defer a.changed(spec.UID)
+	if c, ok := sb.seen(); ok && hasTask(c) {
+		return nil
+	}
+	if err := step(sandboxFailpoints, stepJournalCreated, func() error {
+		return a.updateSandbox(spec.UID, journal.Change{}, func(s *journal.Sandbox) {
+			s.Desired, s.ExitCode, s.ExitReason, s.ExitedAt = journal.DesiredCreated, nil, "", time.Time{}
+		})
+	}); err != nil {
+		return err
+	}
+	c, err := a.config.Containers.Create(ctx, spec)
+	if err == nil && !hasTask(c) {
+		sb.see(nil) // the namespace of the task that ended
+		c, err = a.config.Containers.CreateTask(ctx, spec.UID)
+	}
+	if err != nil {
+		return err
+	}
+	sb.see(&c)
+	return a.attachWaiting(ctx, sb)
+}
+
+// attachWaiting attaches every volume that waits for the sandbox's task. The caller holds the life lock alone.
+func (a *Agent) attachWaiting(ctx context.Context, sb *sandbox) error {
+	for _, record := range a.journal.Volumes(sb.uid) {
+		switch record.Phase {
+		case journal.Waiting:
+		case journal.Intent: // of unknown outcome
+			if err := a.updater.clear(ctx, sb, record); err != nil {
+				return err
+			}
+			record.Phase, record.Mount = journal.Waiting, mount.Identity{}
+		default:
+			continue
+		}
+		if err := a.attachAgain(ctx, sb, record); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+func (a *Agent) attachAgain(ctx context.Context, sb *sandbox, record journal.Volume) error {
+	timing := newStages(a.config.Clock, attachFailpoints)
+	prepared, err := a.prepared.acquire(ctx, record.Request)
+	if err != nil {
+		return fmt.Errorf("prepare the source of %s: %w", record.Target, err)
+	}
+	if _, err = a.updater.place(ctx, sb, record, prepared, timing); err != nil && !outcomeUnknown(err) {
+		if putErr := a.updater.put(record); putErr != nil {
+			err = incomplete(err, putErr)
+		}
+	}
+	return err
+}
+
+// start lets the sandbox's process begin.
+func (a *Agent) start(ctx context.Context, sb *sandbox) error {
+	release, err := sb.alone(ctx)
+	if err != nil {
+		return err
+	}
+	defer release()
+	if sb.ctx.Err() != nil {
+		return sb.terminating()
+	}
+	defer a.changed(sb.uid)
+	return a.startCreated(ctx, sb)
+}
+
+// startCreated starts the created task. The caller holds the life lock alone.
+func (a *Agent) startCreated(ctx context.Context, sb *sandbox) error {
+	c, ok := sb.seen()
+	if !ok {
+		return sb.notRunning()
+	}
+	if err := a.config.Containers.Start(ctx, sb.uid); err != nil {
+		return err
+	}
+	c.State = containers.Running
+	sb.see(&c)
+	sb.setTrouble(nil)
+	return step(sandboxFailpoints, stepJournalStarted, func() error {
+		return a.updateSandbox(sb.uid, journal.Change{}, func(s *journal.Sandbox) {
+			if s.Desired != journal.DesiredRunning || s.StartedAt.IsZero() {
+				s.StartedAt = a.config.Clock.Now()
+			}
+			s.Desired, s.ExitCode, s.ExitReason, s.ExitedAt = journal.DesiredRunning, nil, "", time.Time{}
+		})
+	})
+}
+
+// stopTask ends the sandbox's task and detaches its volumes: they go with the task's mount namespace. The root
+// filesystem is kept.
+func (a *Agent) stopTask(ctx context.Context, sb *sandbox, grace time.Duration) error {
+	release, err := sb.alone(ctx)
+	if err != nil {
+		return err
+	}
+	defer release()
+	defer a.changed(sb.uid)
+	if err := step(sandboxFailpoints, stepJournalStopped, func() error {
+		return a.updateSandbox(sb.uid, journal.Change{}, func(s *journal.Sandbox) { s.Desired = journal.DesiredStopped })
+	}); err != nil {
+		return err
+	}
+	if _, ok := sb.seen(); !ok {
+		return nil
+	}
+	return a.endTask(ctx, sb, grace)
+}
+
+// endTask ends the task and forgets what was mounted in it. The caller holds the life lock alone, and has recorded
+// that the task is not wanted.
+func (a *Agent) endTask(ctx context.Context, sb *sandbox, grace time.Duration) error {
+	if _, err := a.config.Containers.Stop(ctx, sb.uid, grace); err != nil && !errdefs.IsNotFound(err) {
+		return err
+	}
+	sb.mu.Lock()
+	sb.leave()
+	sb.mu.Unlock()
+	if _, err := a.config.Containers.DeleteTask(ctx, sb.uid); err != nil && !errdefs.IsNotFound(err) {
+		return err
+	}
+	if err := a.refresh(ctx, sb); err != nil {
+		return err
+	}
+	return a.updater.forget(a.journal.Volumes(sb.uid)...)
+}
+
+// refresh reads the container's state anew.
+func (a *Agent) refresh(ctx context.Context, sb *sandbox) error {
+	c, err := a.config.Containers.Get(ctx, sb.uid)
+	switch {
+	case errdefs.IsNotFound(err):
+		sb.see(nil)
+	case err != nil:
+		return err
+	default:
+		sb.see(&c)
+	}
+	return nil
+}
+
+// releaseWait is how long a delete waits for its volumes to be released before it leaves that to the reaper: the
+// kernel takes filesystems apart a moment after their last user.
+const releaseWait = 5 * time.Second
+
+// remove ends a sandbox and removes everything of it but the data of its volumes.
+func (a *Agent) remove(ctx context.Context, uid string, grace time.Duration) error {
+	sb := a.sandbox(uid)
+	sb.cancel() // whatever waits on its behalf gives up
+	release, err := sb.alone(ctx)
+	if err != nil {
+		return err
+	}
+	defer release()
+	defer a.changed(uid)
+	if err := step(sandboxFailpoints, stepJournalGone, func() error {
+		return a.updateSandbox(uid, journal.Change{}, func(s *journal.Sandbox) { s.Desired = journal.DesiredGone })
+	}); err != nil {
+		return err
+	}
+	keys := map[string]bool{}
+	for _, v := range a.journal.Volumes(uid) {
+		keys[v.Request.Key] = true
+	}
+	if _, ok := sb.seen(); ok {
+		if err := a.endTask(ctx, sb, grace); err != nil {
+			return err
+		}
+	} else if err := a.updater.forget(a.journal.Volumes(uid)...); err != nil {
+		return err
+	}
+	// Also without a container: a creation that was cut off leaves parts.
+	if err := a.config.Containers.Delete(ctx, uid); err != nil {
+		return err
+	}
+	sb.see(nil)
+	if err := step(sandboxFailpoints, stepJournalDeleted, func() error {
+		return a.updateSandbox(uid, journal.Change{}, func(s *journal.Sandbox) { s.DeletedAt = a.config.Clock.Now() })
+	}); err != nil {
+		return err
+	}
+	a.forgetTombstones()
+	wait, cancel := context.WithTimeout(ctx, releaseWait)
+	defer cancel()
+	a.reaper.await(wait, keys)
+	return nil
+}
+
+// tombstoneAge is how long a deleted sandbox is remembered, to refuse commands that arrive late.
+const tombstoneAge = time.Hour
+
+// forgetTombstones drops what is left of sandboxes that were deleted long ago.
+func (a *Agent) forgetTombstones() {
+	a.fenceMu.Lock()
+	defer a.fenceMu.Unlock()
+	var old []string
+	for _, s := range a.journal.Sandboxes() {
+		if !s.DeletedAt.IsZero() && a.config.Clock.Since(s.DeletedAt) > tombstoneAge {
+			old = append(old, s.UID)
+		}
+	}
+	if len(old) == 0 {
+		return
+	}
+	if err := a.journal.Write(journal.Change{DeleteSandboxes: old}); err != nil {
+		a.log.Error("old sandbox records stay in the journal", "error", err)
+		return
+	}
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	for _, uid := range old {
+		delete(a.sandboxes, uid)
+	}
+}
+
+// RemoveAll deletes every sandbox of the node, and waits until their volumes are released.
+func (a *Agent) RemoveAll(ctx context.Context) error {
+	var errs []error
+	for _, sb := range a.all() {
+		if _, ok := sb.seen(); ok {
+			errs = append(errs, a.remove(ctx, sb.uid, 0))
+		}
+	}
+	return errors.Join(errs...)
+}

@@ -1,0 +1,209 @@
+package agent
+
+import (
+	"context"
+	"errors"
+	"fmt"
+
+	"github.com/containerd/errdefs"
+
+	"github.com/flux-sandbox/flux-sandbox/api/sandbox/v1alpha1"
+	"github.com/flux-sandbox/flux-sandbox/internal/agent/journal"
+	"github.com/flux-sandbox/flux-sandbox/internal/containers"
+	"github.com/flux-sandbox/flux-sandbox/internal/fault"
+	"github.com/flux-sandbox/flux-sandbox/internal/mount"
+	"github.com/flux-sandbox/flux-sandbox/internal/volume"
+)
+
+// recover makes the journal, the mounts and containerd agree again, whatever the last process was doing when it ended.
+// Each step is idempotent, as recovery may be cut off too. It waits for no source: what must be released is left to
+// the reaper.
+func (a *Agent) recover(ctx context.Context) error {
+	for _, s := range []struct {
+		name string
+		do   func(context.Context) error
+	}{
+		{stepRecoverContainers, a.recoverContainers},
+		{stepRecoverDeletions, a.recoverDeletions},
+		{stepRecoverVolumes, a.recoverVolumes},
+		{stepRecoverPrepared, a.recoverPrepared},
+		{stepRecoverSources, a.recoverSources},
+		{stepRecoverTasks, a.recoverTasks},
+	} {
+		if err := step(recoverFailpoints, s.name, func() error { return s.do(ctx) }); err != nil {
+			return fmt.Errorf("%s: %w", s.name, err)
+		}
+	}
+	return nil
+}
+
+// recoverContainers removes what belongs to no sandbox and reads the sandboxes that there are.
+func (a *Agent) recoverContainers(ctx context.Context) error {
+	removed, err := a.config.Containers.Sweep(ctx)
+	for _, l := range removed {
+		a.log.Warn("removed what a creation or deletion that was cut off had left", "leftover", fmt.Sprint(l))
+	}
+	if err != nil {
+		return err
+	}
+	list, err := a.config.Containers.List(ctx)
+	if err != nil {
+		return err
+	}
+	for i := range list {
+		a.sandbox(list[i].UID).see(&list[i])
+	}
+	return nil
+}
+
+// recoverDeletions ends deletions that had begun.
+func (a *Agent) recoverDeletions(ctx context.Context) error {
+	for _, s := range a.journal.Sandboxes() {
+		sb := a.sandbox(s.UID)
+		if s.Desired != journal.DesiredGone || !s.DeletedAt.IsZero() {
+			continue
+		}
+		if _, ok := sb.seen(); ok {
+			if err := a.endTask(ctx, sb, 0); err != nil {
+				return err
+			}
+		} else if err := a.updater.forget(a.journal.Volumes(s.UID)...); err != nil {
+			return err
+		}
+		if err := a.config.Containers.Delete(ctx, s.UID); err != nil {
+			return err
+		}
+		sb.see(nil)
+		if err := a.updateSandbox(s.UID, journal.Change{}, func(s *journal.Sandbox) { s.DeletedAt = a.config.Clock.Now() }); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// recoverVolumes holds every volume record against the kernel.
+func (a *Agent) recoverVolumes(ctx context.Context) error {
+	for _, v := range a.journal.AllVolumes() {
+		if err := a.recoverVolume(ctx, v); err != nil {
+			return fmt.Errorf("%s of sandbox %s: %w", v.Target, v.SandboxUID, err)
+		}
+	}
+	return nil
+}
+
+func (a *Agent) recoverVolume(ctx context.Context, v journal.Volume) error {
+	sb := a.sandbox(v.SandboxUID)
+	c, ok := sb.seen()
+	if !ok || !hasTask(c) {
+		// The mounts went with the task. A sandbox that is to run again wants its volumes again.
+		if record, _ := a.journal.Sandbox(v.SandboxUID); !ok || record.Desired != journal.DesiredRunning || v.Phase == journal.Lazy {
+			if v.Phase == journal.Waiting && record.Desired != journal.DesiredStopped && record.Desired != journal.DesiredGone {
+				return nil // attached before its container exists
+			}
+			return a.updater.forget(v)
+		}
+		v.Phase, v.Mount, v.Attached = journal.Waiting, mount.Identity{}, ""
+		return a.updater.put(v)
+	}
+	if v.Phase == journal.Waiting || v.Phase == journal.Lazy {
+		a.reaper.wake(v.Request.Key)
+		return nil
+	}
+	ns, err := sb.enter()
+	if err != nil {
+		return err
+	}
+	info, there, err := ns.Find(v.Mount)
+	switch {
+	case err != nil:
+		return err
+	case !there:
+		return a.updater.forget(v)
+	case v.Phase == journal.Mounted:
+		return nil
+	case info.MountPoint == v.Target:
+		// An attach that was cut off after the move, or a detach before the unmount: it is there and whole, its
+		// attributes were set before anyone could see it.
+		v.Phase = journal.Mounted
+		if v.Attached == "" {
+			v.Attached = v1alpha1.AttachedLive
+		}
+		return a.updater.put(v)
+	}
+	// It landed on a directory that was moved meanwhile.
+	if _, err := a.updater.unmount(ctx, sb, ns, v, mount.DetachOptions{Force: true}); err != nil {
+		return err
+	}
+	return a.updater.forget(v)
+}
+
+// recoverPrepared settles what was being prepared or released: both are idempotent, so a cut-off preparation without
+// a user is released, and one with a user is ready to be prepared again.
+func (a *Agent) recoverPrepared(context.Context) error {
+	for _, p := range a.journal.AllPrepared() {
+		switch p.Phase {
+		case journal.Preparing:
+			// Nothing of it is in use: users come after Ready. What it left is swept by its source.
+			if err := a.journal.Write(journal.Change{DeletePrepared: []string{p.Key}}); err != nil {
+				return err
+			}
+		case journal.Releasing:
+			if len(a.journal.Users(p.Key)) > 0 {
+				return fault.New(errdefs.ErrInternal, fault.Internal, "volume %s was being released while it had users", p.Key)
+			}
+			a.reaper.wake(p.Key)
+		default:
+			if len(a.journal.Users(p.Key)) == 0 {
+				a.reaper.wake(p.Key)
+			}
+		}
+	}
+	return nil
+}
+
+// recoverSources lets every source remove what no record owns.
+func (a *Agent) recoverSources(ctx context.Context) error {
+	inUse := map[v1alpha1.VolumeType][]volume.Prepared{}
+	for _, p := range a.journal.AllPrepared() {
+		inUse[p.Request.Type] = append(inUse[p.Request.Type], p.Prepared)
+	}
+	var errs []error
+	for t, src := range a.config.Sources {
+		if err := src.Sweep(ctx, inUse[t]); err != nil {
+			errs = append(errs, fmt.Errorf("sweep the source of %s volumes: %w", t, err))
+		}
+	}
+	return errors.Join(errs...)
+}
+
+// recoverTasks brings what is asked of each sandbox together with what its task does.
+func (a *Agent) recoverTasks(ctx context.Context) error {
+	for _, sb := range a.all() {
+		c, ok := sb.seen()
+		if !ok {
+			continue
+		}
+		record, _ := a.journal.Sandbox(sb.uid)
+		switch {
+		case c.State == containers.Running && record.Desired != journal.DesiredRunning && record.Desired != journal.DesiredStopped:
+			// Killed between the start and its record.
+			if err := a.updateSandbox(sb.uid, journal.Change{}, func(s *journal.Sandbox) {
+				s.Desired = journal.DesiredRunning
+				if s.StartedAt.IsZero() {
+					s.StartedAt = a.config.Clock.Now()
+				}
+			}); err != nil {
+				return err
+			}
+		case record.Desired == journal.DesiredStopped && c.State != containers.NoTask:
+			if err := a.endTask(ctx, sb, 0); err != nil {
+				return err
+			}
+		case record.Desired == journal.DesiredRunning && c.State == containers.Created:
+			a.after(0, func() { a.restart(sb) }) // a restart that was cut off
+		case record.Desired == journal.DesiredRunning && !hasTask(c):
+			a.look(sb.uid)
+		}
+	}
+	return nil
+}

@@ -1,0 +1,178 @@
+package agent
+
+import (
+	"context"
+	"errors"
+	"sync"
+
+	"github.com/containerd/errdefs"
+	"golang.org/x/sync/semaphore"
+
+	"github.com/flux-sandbox/flux-sandbox/internal/containers"
+	"github.com/flux-sandbox/flux-sandbox/internal/fault"
+	"github.com/flux-sandbox/flux-sandbox/internal/mount"
+)
+
+// lifeShares is the weight of the life lock held alone; a share is 1.
+const lifeShares = 1 << 30
+
+// sandbox is what the agent holds in memory of one sandbox. What must outlive the process is in the journal
+// and in containerd.
+type sandbox struct {
+	uid string
+	// ctx ends when the sandbox's deletion begins, and with it whatever waits on its behalf.
+	ctx    context.Context
+	cancel context.CancelFunc
+
+	life *semaphore.Weighted
+
+	mu        sync.Mutex               // guards the fields below
+	container *containers.Container    // as it was last seen; nil when there is none
+	process   *mount.Process           // init of the task that ns belongs to
+	namespace *mount.Namespace         // nil until a volume is attached or looked for
+	targets   map[string]chan struct{} // a target's lock: a buffered token
+	restarts  restarts
+	// trouble is why the sandbox is not as it should be, for the inventory.
+	trouble error
+}
+
+func newSandbox(uid string) *sandbox {
+	ctx, cancel := context.WithCancel(context.Background())
+	return &sandbox{uid: uid, ctx: ctx, cancel: cancel, life: semaphore.NewWeighted(lifeShares),
+		targets: map[string]chan struct{}{}}
+}
+
+// lockTarget takes the lock of one target, or fails with the context's end or the sandbox's.
+func (s *sandbox) lockTarget(ctx context.Context, target string) (unlock func(), err error) {
+	token := s.token(target)
+	select {
+	case token <- struct{}{}:
+		return func() { <-token }, nil
+	case <-s.ctx.Done():
+		return nil, s.terminating()
+	case <-ctx.Done():
+		return nil, fault.New(context.Cause(ctx), fault.OperationPending,
+			"%s of sandbox %s: another operation on this target is still under way", target, s.uid)
+	}
+}
+
+// token is a target's lock: whoever can send on it has it.
+func (s *sandbox) token(target string) chan struct{} {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	token, ok := s.targets[target]
+	if !ok {
+		token = make(chan struct{}, 1)
+		s.targets[target] = token
+	}
+	return token
+}
+
+// tryTarget takes the lock of one target if it is free.
+func (s *sandbox) tryTarget(target string) (unlock func(), free bool) {
+	token := s.token(target)
+	select {
+	case token <- struct{}{}:
+		return func() { <-token }, true
+	default:
+		return nil, false
+	}
+}
+
+// share takes a share of the life lock: the sandbox's task stays as it is until unlock.
+func (s *sandbox) share(ctx context.Context) (unlock func(), err error) { return s.acquire(ctx, 1) }
+
+// alone takes the life lock for an operation that changes the task.
+func (s *sandbox) alone(ctx context.Context) (unlock func(), err error) {
+	return s.acquire(ctx, lifeShares)
+}
+
+func (s *sandbox) acquire(ctx context.Context, n int64) (func(), error) {
+	if err := s.life.Acquire(ctx, n); err != nil {
+		return nil, fault.New(err, fault.OperationPending, "sandbox %s: another operation on it is still under way", s.uid)
+	}
+	return func() { s.life.Release(n) }, nil
+}
+
+func (s *sandbox) terminating() error {
+	return fault.New(errdefs.ErrFailedPrecondition, fault.SandboxTerminating, "sandbox %s is being deleted", s.uid)
+}
+
+// seen is the container as it was last seen.
+func (s *sandbox) seen() (containers.Container, bool) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.container == nil {
+		return containers.Container{}, false
+	}
+	return *s.container, true
+}
+
+// hasTask says whether there is a task that volumes can be attached to.
+func hasTask(c containers.Container) bool {
+	return c.State == containers.Created || c.State == containers.Running
+}
+
+// see notes the container's state. A namespace that belongs to another task is left.
+func (s *sandbox) see(c *containers.Container) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.container = c
+	if s.process != nil && (c == nil || !hasTask(*c) || c.PID != s.process.PID()) {
+		s.leave()
+	}
+}
+
+// enter is the mount namespace of the sandbox's task. It is entered once for each task, and its thread stays
+// in it, as entering costs more than attaching.
+func (s *sandbox) enter() (*mount.Namespace, error) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.container == nil || !hasTask(*s.container) {
+		return nil, s.notRunning()
+	}
+	if s.namespace != nil && s.process.Alive() {
+		return s.namespace, nil
+	}
+	s.leave()
+	p, err := mount.OpenProcess(s.container.PID)
+	if err != nil {
+		return nil, err
+	}
+	ns, err := mount.Enter(p)
+	if err != nil {
+		return nil, errors.Join(err, p.Close())
+	}
+	s.process, s.namespace = p, ns
+	return ns, nil
+}
+
+// init is the init process of the task whose namespace was entered; nil when none was.
+func (s *sandbox) init() *mount.Process {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.process
+}
+
+// leave ends the thread in the namespace, which would keep it and all its mounts alive. The caller holds mu.
+func (s *sandbox) leave() {
+	if s.namespace != nil {
+		_ = s.namespace.Close() // it only ends a thread
+	}
+	if s.process != nil {
+		_ = s.process.Close()
+	}
+	s.process, s.namespace = nil, nil
+}
+
+func (s *sandbox) notRunning() error {
+	return fault.New(errdefs.ErrFailedPrecondition, fault.SandboxNotRunning,
+		"sandbox %s has no running task on this node; start it first", s.uid)
+}
+
+// setTrouble notes why the sandbox is not as it should be; nil clears it.
+func (s *sandbox) setTrouble(err error) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.trouble = err
+}

@@ -1,0 +1,112 @@
+package agent
+
+import (
+	"slices"
+	"time"
+
+	"k8s.io/utils/clock"
+
+	"github.com/flux-sandbox/flux-sandbox/internal/agent/journal"
+	"github.com/flux-sandbox/flux-sandbox/internal/containers"
+	"github.com/flux-sandbox/flux-sandbox/internal/failpoint"
+	"github.com/flux-sandbox/flux-sandbox/internal/mount"
+)
+
+// Steps of the agent's operations, beside those that the packages below name. Each is a failpoint before and
+// after it, and the crash matrix kills the process at every one.
+const (
+	stepPrepare        = "prepare"
+	stepTree           = "tree"
+	stepAttributes     = "attributes"
+	stepJournalIntent  = "journal-intent"
+	stepJournalMounted = "journal-mounted"
+	stepJournalWaiting = "journal-waiting"
+
+	stepJournalDetaching = "journal-detaching"
+	stepJournalDetached  = "journal-detached"
+
+	stepJournalPreparing = "journal-preparing"
+	stepSourcePrepare    = "source-prepare"
+	stepJournalReady     = "journal-ready"
+	stepJournalReleasing = "journal-releasing"
+	stepSourceRelease    = "source-release"
+	stepJournalReleased  = "journal-released"
+
+	stepJournalCreated = "journal-created"
+	stepJournalStarted = "journal-started"
+	stepJournalStopped = "journal-stopped"
+	stepJournalGone    = "journal-gone"
+	stepJournalDeleted = "journal-deleted"
+
+	stepRecoverContainers = "containers"
+	stepRecoverDeletions  = "deletions"
+	stepRecoverVolumes    = "volumes"
+	stepRecoverPrepared   = "prepared"
+	stepRecoverSources    = "sources"
+	stepRecoverTasks      = "tasks"
+)
+
+var (
+	attachFailpoints = failpoint.Steps("attach", append([]string{stepPrepare, stepTree, stepAttributes,
+		stepJournalIntent, stepJournalMounted, stepJournalWaiting}, mount.AttachSteps...))
+	detachFailpoints = failpoint.Steps("detach", append([]string{stepJournalDetaching, stepJournalDetached}, mount.DetachSteps...))
+	sourceFailpoints = failpoint.Steps("source", []string{stepJournalPreparing, stepSourcePrepare, stepJournalReady,
+		stepJournalReleasing, stepSourceRelease, stepJournalReleased})
+	sandboxFailpoints = failpoint.Steps("sandbox", []string{stepJournalCreated, stepJournalStarted, stepJournalStopped,
+		stepJournalGone, stepJournalDeleted})
+	recoverFailpoints = failpoint.Steps("recover", []string{stepRecoverContainers, stepRecoverDeletions,
+		stepRecoverVolumes, stepRecoverPrepared, stepRecoverSources, stepRecoverTasks})
+	containerFailpoints = failpoint.Steps("container", slices.Concat(containers.CreateSteps, containers.StartSteps,
+		containers.StopSteps, containers.DeleteTaskSteps, containers.DeleteSteps))
+)
+
+// ContainerSteps observes the steps of internal/containers for failpoints: give it to containers.Config.
+func ContainerSteps() containers.Observer { return containerFailpoints }
+
+// stages measures the steps of one operation while it passes them on to their failpoints.
+type stages struct {
+	clock   clock.PassiveClock
+	next    func(step string, done bool)
+	began   map[string]time.Time
+	Results []journal.Stage
+}
+
+func newStages(c clock.PassiveClock, next func(string, bool)) *stages {
+	return &stages{clock: c, next: next, began: map[string]time.Time{}}
+}
+
+// observe is a mount.Observer. Steps of one operation come one after another, if on different threads.
+func (s *stages) observe(step string, done bool) {
+	if !done {
+		s.began[step] = s.clock.Now()
+	}
+	s.next(step, done)
+	if done {
+		d := s.clock.Since(s.began[step])
+		if i := slices.IndexFunc(s.Results, func(r journal.Stage) bool { return r.Name == step }); i >= 0 {
+			s.Results[i].Duration += d
+			return
+		}
+		s.Results = append(s.Results, journal.Stage{Name: step, Duration: d})
+	}
+}
+
+// do runs one step.
+func (s *stages) do(step string, f func() error) error {
+	s.observe(step, false)
+	if err := f(); err != nil {
+		return err
+	}
+	s.observe(step, true)
+	return nil
+}
+
+// step runs one step that is observed by failpoints alone.
+func step(points func(string, bool), name string, f func() error) error {
+	points(name, false)
+	if err := f(); err != nil {
+		return err
+	}
+	points(name, true)
+	return nil
+}

@@ -1,0 +1,288 @@
+package agent
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"slices"
+
+	"github.com/containerd/errdefs"
+	"k8s.io/utils/clock"
+
+	"github.com/flux-sandbox/flux-sandbox/api/sandbox/v1alpha1"
+	"github.com/flux-sandbox/flux-sandbox/internal/agent/journal"
+	"github.com/flux-sandbox/flux-sandbox/internal/containers"
+	"github.com/flux-sandbox/flux-sandbox/internal/fault"
+	"github.com/flux-sandbox/flux-sandbox/internal/mount"
+	"github.com/flux-sandbox/flux-sandbox/internal/volume"
+)
+
+// Attachment is a validated request to attach a volume.
+type Attachment struct {
+	// OperationID names the operation in logs and becomes the id of the record.
+	OperationID string
+	// AtCreate: prepare now, attach when the sandbox's next task is created.
+	AtCreate  bool
+	Kind      v1alpha1.VolumeKind
+	Target    string
+	EntryHash string
+	// Request is what the source is asked for. Its key is found by the updater.
+	Request volume.Request
+}
+
+// ContainerMountUpdater changes what is mounted in the sandboxes of this node. Each change is a transaction: it
+// happens as a whole, or every step that was taken is taken back and the error says what was and, if so, what
+// could not be.
+//
+// It has the name that the specification gives it. containerd's UpdateContainer, from which the name comes, cannot
+// mount anything into a live task; here it only records afterwards what is mounted (design, ruling 3).
+type ContainerMountUpdater struct {
+	journal  *journal.Journal
+	prepared *preparedVolumes
+	clock    clock.PassiveClock
+	log      *slog.Logger
+	// changed is told of a sandbox whose volumes changed, unused of a volume key that may have lost its last user.
+	changed func(uid string)
+	unused  func(key string)
+	// nested says whether a mount namespace inside the sandbox still has a mount.
+	nested func(sb *sandbox, m mount.Identity) (bool, error)
+}
+
+// Attach makes a volume visible in a sandbox and returns its record; true when it was so already. The same entry
+// again is a no-op, another one at the same target is AlreadyExists.
+func (u *ContainerMountUpdater) Attach(ctx context.Context, sb *sandbox, a Attachment) (journal.Volume, bool, error) {
+	unlock, err := sb.lockTarget(ctx, a.Target)
+	if err != nil {
+		return journal.Volume{}, false, err
+	}
+	defer unlock()
+	if current, ok := u.journal.VolumeAt(sb.uid, a.Target); ok {
+		current, done, err := u.settle(ctx, sb, current, a)
+		if err != nil || done {
+			return current, done, err
+		}
+	}
+	if err := u.checkNesting(sb.uid, a.Target); err != nil {
+		return journal.Volume{}, false, err
+	}
+	record, err := u.attach(ctx, sb, a)
+	if err != nil {
+		return journal.Volume{}, false, err
+	}
+	u.changed(sb.uid)
+	return record, false, nil
+}
+
+// settle decides what an attach means for a record that holds its target already: done with it, refused, or (false,
+// nil) that the way is free because the record's mount is gone.
+func (u *ContainerMountUpdater) settle(ctx context.Context, sb *sandbox, current journal.Volume, a Attachment) (journal.Volume, bool, error) {
+	if current.EntryHash != a.EntryHash {
+		return current, false, fault.New(errdefs.ErrAlreadyExists, fault.TargetInUse,
+			"%s of sandbox %s holds another volume (%s): remove it first, or choose another target", a.Target, sb.uid, current.Request.Source)
+	}
+	release, err := sb.share(ctx)
+	if err != nil {
+		return current, false, err
+	}
+	defer release()
+	c, ok := sb.seen()
+	alive := ok && hasTask(c)
+	switch current.Phase {
+	case journal.Waiting:
+		return current, a.AtCreate && !alive, nil
+	case journal.Mounted:
+		if !alive {
+			return current, a.AtCreate, nil
+		}
+		ns, err := sb.enter()
+		if err != nil {
+			return current, false, err
+		}
+		if _, there, err := ns.Find(current.Mount); err != nil || there {
+			return current, there, err
+		}
+		u.log.Warn("a volume was gone from its sandbox and is attached again", "sandbox", sb.uid, "target", current.Target)
+	case journal.Intent, journal.Detaching:
+		// Left by an operation whose outcome was unknown.
+		if alive {
+			if err := u.clear(ctx, sb, current); err != nil {
+				return current, false, err
+			}
+		}
+	}
+	return current, false, u.forget(current)
+}
+
+// clear takes a record's mount out of the sandbox, if it is there.
+func (u *ContainerMountUpdater) clear(ctx context.Context, sb *sandbox, record journal.Volume) error {
+	ns, err := sb.enter()
+	if err != nil {
+		return err
+	}
+	_, err = u.unmount(ctx, sb, ns, record, mount.DetachOptions{Force: true})
+	return err
+}
+
+// checkNesting refuses a target that lies in, or around, another volume of the sandbox.
+func (u *ContainerMountUpdater) checkNesting(uid, target string) error {
+	var taken []string
+	for _, v := range u.journal.Volumes(uid) {
+		if v.Phase != journal.Lazy && v.Target != target {
+			taken = append(taken, v.Target)
+		}
+	}
+	return volume.CheckConflict(taken, target)
+}
+
+// attach does the work of Attach for a target that is free.
+func (u *ContainerMountUpdater) attach(ctx context.Context, sb *sandbox, a Attachment) (journal.Volume, error) {
+	request, err := u.prepared.resolve(ctx, a.Request)
+	if err != nil {
+		return journal.Volume{}, err
+	}
+	// Until there is a record that says so, the pin says that the volume has a user.
+	defer u.prepared.pin(request.Key)()
+
+	timing := newStages(u.clock, attachFailpoints)
+	wait, cancel := joined(ctx, sb.ctx)
+	defer cancel()
+	var prepared volume.Prepared
+	err = timing.do(stepPrepare, func() (err error) {
+		prepared, err = u.prepared.acquire(wait, request)
+		return err
+	})
+	if err != nil {
+		if sb.ctx.Err() != nil {
+			err = sb.terminating()
+		}
+		return journal.Volume{}, fmt.Errorf("prepare the source of %s: %w", a.Target, err)
+	}
+	release, err := sb.share(wait)
+	if err != nil {
+		return journal.Volume{}, err
+	}
+	defer release()
+	if sb.ctx.Err() != nil {
+		return journal.Volume{}, sb.terminating()
+	}
+	record := journal.Volume{SandboxUID: sb.uid, ID: a.OperationID, Target: a.Target, EntryHash: a.EntryHash, Kind: a.Kind,
+		Request: request, Phase: journal.Waiting, Path: prepared.Path, Limit: prepared.Limit, CapacityBytes: prepared.CapacityBytes}
+	if c, ok := sb.seen(); a.AtCreate && (!ok || !hasTask(c)) {
+		err := timing.do(stepJournalWaiting, func() error { return u.put(record) })
+		return record, err
+	}
+	placed, err := u.place(ctx, sb, record, prepared, timing)
+	if err != nil && !outcomeUnknown(err) {
+		if forgetErr := u.forget(record); forgetErr != nil {
+			return record, incomplete(err, forgetErr)
+		}
+	}
+	return placed, err
+}
+
+// place attaches the volume of a record to the sandbox's task. The caller holds the life lock. When it fails the
+// sandbox is as before and the caller puts the journal right, except when the outcome is unknown: then the record
+// stays, for the next operation, or the next start, to find out.
+func (u *ContainerMountUpdater) place(ctx context.Context, sb *sandbox, record journal.Volume, prepared volume.Prepared, timing *stages) (journal.Volume, error) {
+	failed := func(err error) (journal.Volume, error) {
+		return record, fmt.Errorf("attach %s: %w", record.Target, err)
+	}
+	var tree *mount.Tree
+	if err := timing.do(stepTree, func() (err error) {
+		tree, err = u.prepared.tree(ctx, record.Request, prepared)
+		return err
+	}); err != nil {
+		return failed(err)
+	}
+	defer tree.Close()
+	if err := timing.do(stepAttributes, func() error {
+		return tree.SetAttributes(mount.Attributes{ReadOnly: record.Request.ReadOnly})
+	}); err != nil {
+		return failed(err)
+	}
+	ns, err := sb.enter()
+	if err != nil {
+		return failed(err)
+	}
+	// The tree keeps its identity when it is moved: recorded now, it is found again whatever happens.
+	if record.Mount, err = tree.Identity(); err != nil {
+		return failed(err)
+	}
+	record.Phase, record.Attached = journal.Intent, v1alpha1.AttachedLive
+	if c, _ := sb.seen(); c.State == containers.Created {
+		record.Attached = v1alpha1.AttachedBeforeStart
+	}
+	if err := timing.do(stepJournalIntent, func() error { return u.put(record) }); err != nil {
+		return failed(err)
+	}
+	// From here on, that the caller has gone is no reason to stop half-way.
+	ctx = context.WithoutCancel(ctx)
+	if _, err := ns.Attach(ctx, tree, record.Target, timing.observe); err != nil {
+		return failed(err)
+	}
+	record.Phase = journal.Mounted
+	if err := timing.do(stepJournalMounted, func() error {
+		record.Stages = timing.Results
+		return u.put(record)
+	}); err != nil {
+		if _, detachErr := ns.Detach(ctx, record.Target, record.Mount, mount.DetachOptions{Force: true}); detachErr != nil {
+			err = incomplete(err, detachErr)
+		}
+		return failed(err)
+	}
+	return record, nil
+}
+
+// incomplete is the error of a rollback that could not be finished.
+func incomplete(cause, err error) error {
+	return fault.New(errdefs.ErrInternal, fault.RollbackFailed, "%w; undoing it failed too: %v", cause, err)
+}
+
+func (u *ContainerMountUpdater) put(record journal.Volume) error {
+	return u.journal.Write(journal.Change{PutVolumes: []journal.Volume{record}})
+}
+
+// forget deletes a record whose mount is gone from its sandbox. What it had mounted is noted on the prepared volume,
+// which is not released before no mount namespace has it any more.
+func (u *ContainerMountUpdater) forget(records ...journal.Volume) error {
+	change := journal.Change{DeleteVolumes: records}
+	prepared := map[string]journal.Prepared{}
+	for _, r := range records {
+		p, ok := prepared[r.Request.Key]
+		if !ok {
+			p, ok = u.journal.Prepared(r.Request.Key)
+		}
+		if !ok || r.Mount.IsZero() || slices.Contains(p.Mounts, content(r.Mount)) {
+			continue
+		}
+		p.Mounts = append(p.Mounts, content(r.Mount))
+		prepared[r.Request.Key] = p
+	}
+	for _, p := range prepared {
+		change.PutPrepared = append(change.PutPrepared, p)
+	}
+	if err := u.journal.Write(change); err != nil {
+		return err
+	}
+	for _, r := range records {
+		u.unused(r.Request.Key)
+	}
+	return nil
+}
+
+// content is what a mount shows, wherever it is mounted.
+func content(m mount.Identity) mount.Match { return mount.Match{Device: m.Device, Root: m.Root} }
+
+// outcomeUnknown: the deadline passed while the kernel worked; what it did must be looked up.
+func outcomeUnknown(err error) bool {
+	var e *mount.Error
+	return errors.As(err, &e) && (e.Code == mount.ReasonOutcomeUnknown || e.Code == mount.ReasonHelperDeadline)
+}
+
+// joined is a context that ends with either of two.
+func joined(ctx, other context.Context) (context.Context, context.CancelFunc) {
+	ctx, cancel := context.WithCancelCause(ctx)
+	stop := context.AfterFunc(other, func() { cancel(context.Cause(other)) })
+	return ctx, func() { stop(); cancel(nil) }
+}

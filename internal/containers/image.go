@@ -1,0 +1,177 @@
+package containers
+
+import (
+	"context"
+	"encoding/json"
+	"fmt"
+	"io"
+	"slices"
+	"strings"
+	"sync"
+	"time"
+
+	containerd "github.com/containerd/containerd/v2/client"
+	"github.com/containerd/containerd/v2/core/content"
+	"github.com/containerd/containerd/v2/core/images"
+	"github.com/containerd/errdefs"
+	"github.com/distribution/reference"
+	"github.com/opencontainers/go-digest"
+	"github.com/opencontainers/image-spec/identity"
+	ocispec "github.com/opencontainers/image-spec/specs-go/v1"
+
+	"github.com/flux-sandbox/flux-sandbox/internal/fault"
+)
+
+// Image is an image in the containerd namespace.
+type Image struct {
+	Name      string
+	Digest    string
+	CreatedAt time.Time
+}
+
+// ImportOptions are the options of ImportImage.
+type ImportOptions struct {
+	// Name is a further name for the image; needed if the archive gives none.
+	Name string
+}
+
+// imageCache keeps what is read from an image's content, which its digest fixes.
+type imageCache struct {
+	mu       sync.Mutex // guards byDigest
+	byDigest map[digest.Digest]imageInfo
+}
+
+type imageInfo struct {
+	parent string // the snapshot of the image's top layer
+	config ocispec.ImageConfig
+}
+
+// ImportImage loads the images of a docker-archive or OCI layout tar, and unpacks them.
+func (r *Runtime) ImportImage(ctx context.Context, archive io.Reader, opts ImportOptions) ([]Image, error) {
+	ctx = r.context(ctx)
+	var importOpts []containerd.ImportOpt
+	if opts.Name != "" {
+		name, err := normalise(opts.Name)
+		if err != nil {
+			return nil, err
+		}
+		importOpts = append(importOpts, containerd.WithIndexName(name))
+	}
+	imported, err := r.client.Import(ctx, archive, importOpts...)
+	if err != nil {
+		return nil, errorf(err, "import the image archive (docker save and OCI layout tars are understood)")
+	}
+	if len(imported) == 0 {
+		return nil, fault.New(errdefs.ErrInvalidArgument, fault.InvalidImage, "import: the archive names no image: give a name")
+	}
+	var found []Image
+	for _, image := range imported {
+		if err := r.unpack(ctx, image); err != nil {
+			return nil, err
+		}
+		found = append(found, describe(image))
+	}
+	return found, nil
+}
+
+// ListImages lists the images.
+func (r *Runtime) ListImages(ctx context.Context) ([]Image, error) {
+	list, err := r.client.ImageService().List(r.context(ctx))
+	if err != nil {
+		return nil, errorf(err, "list the images")
+	}
+	var found []Image
+	for _, image := range list {
+		found = append(found, describe(image))
+	}
+	slices.SortFunc(found, func(a, b Image) int { return strings.Compare(a.Name, b.Name) })
+	return found, nil
+}
+
+// PullImage pulls an image from its registry, and unpacks it.
+func (r *Runtime) PullImage(ctx context.Context, ref string) (Image, error) {
+	name, err := normalise(ref)
+	if err != nil {
+		return Image{}, err
+	}
+	image, err := r.client.Pull(r.context(ctx), name, containerd.WithPullUnpack, containerd.WithPullSnapshotter(r.config.Snapshotter))
+	if err != nil {
+		return Image{}, errorf(err, "pull image %s", name)
+	}
+	return describe(image.Metadata()), nil
+}
+
+func describe(image images.Image) Image {
+	return Image{Name: image.Name, Digest: image.Target.Digest.String(), CreatedAt: image.CreatedAt}
+}
+
+func normalise(ref string) (string, error) {
+	named, err := reference.ParseDockerRef(ref)
+	if err != nil {
+		return "", fault.New(errdefs.ErrInvalidArgument, fault.InvalidImage, "image %q is no image reference: %w", ref, err)
+	}
+	return named.String(), nil
+}
+
+// image finds an image, pulling it if it is missing and that is allowed.
+func (r *Runtime) image(ctx context.Context, ref string) (images.Image, imageInfo, error) {
+	name, err := normalise(ref)
+	if err != nil {
+		return images.Image{}, imageInfo{}, err
+	}
+	ctx = r.context(ctx)
+	image, err := r.client.ImageService().Get(ctx, name)
+	if errdefs.IsNotFound(err) && r.config.AllowPull {
+		if _, err := r.PullImage(ctx, ref); err != nil {
+			return images.Image{}, imageInfo{}, err
+		}
+		image, err = r.client.ImageService().Get(ctx, name)
+	}
+	if errdefs.IsNotFound(err) {
+		return images.Image{}, imageInfo{}, fault.New(errdefs.ErrNotFound, fault.ImageNotFound,
+			"image %s is not on this node, and pulling is off: load it with `fluxctl image import`", name)
+	}
+	if err != nil {
+		return images.Image{}, imageInfo{}, errorf(err, "find image %s", name)
+	}
+	info, err := r.imageInfo(ctx, image)
+	return image, info, err
+}
+
+func (r *Runtime) imageInfo(ctx context.Context, image images.Image) (imageInfo, error) {
+	r.images.mu.Lock()
+	info, ok := r.images.byDigest[image.Target.Digest]
+	r.images.mu.Unlock()
+	if ok {
+		return info, nil
+	}
+	handle := containerd.NewImage(r.client, image)
+	config, err := handle.Config(ctx)
+	if err != nil {
+		return info, errorf(err, "read image %s", image.Name)
+	}
+	blob, err := content.ReadBlob(ctx, handle.ContentStore(), config)
+	if err != nil {
+		return info, errorf(err, "read the configuration of image %s", image.Name)
+	}
+	var parsed ocispec.Image
+	if err := json.Unmarshal(blob, &parsed); err != nil {
+		return info, fault.New(errdefs.ErrInvalidArgument, fault.InvalidImage, "the configuration of image %s: %w", image.Name, err)
+	}
+	info = imageInfo{parent: identity.ChainID(parsed.RootFS.DiffIDs).String(), config: parsed.Config}
+
+	r.images.mu.Lock()
+	defer r.images.mu.Unlock()
+	if r.images.byDigest == nil {
+		r.images.byDigest = map[digest.Digest]imageInfo{}
+	}
+	r.images.byDigest[image.Target.Digest] = info
+	return info, nil
+}
+
+func (r *Runtime) unpack(ctx context.Context, image images.Image) error {
+	if err := containerd.NewImage(r.client, image).Unpack(ctx, r.config.Snapshotter); err != nil {
+		return fmt.Errorf("unpack image %s with snapshotter %s: %w", image.Name, r.config.Snapshotter, err)
+	}
+	return nil
+}

@@ -1,0 +1,284 @@
+package logfile
+
+import (
+	"bufio"
+	"bytes"
+	"context"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"path/filepath"
+	"time"
+
+	"golang.org/x/sys/unix"
+)
+
+// Entry is one entry of the log.
+type Entry struct {
+	// Time is when the logger read the line.
+	Time time.Time
+	// Stream is Stdout or Stderr.
+	Stream string
+	// Partial says that the line continues in the next entry of this stream.
+	Partial bool
+	// Text is the line without its end.
+	Text string
+}
+
+// Options select what Read answers. The zero value is everything that is there now.
+type Options struct {
+	// Follow waits for more at the end of the log, across rotations, until Until is closed, the directory is removed,
+	// or the context ends.
+	Follow bool
+	// Until ends a follow: what is in the log by then is still answered. nil: never.
+	Until <-chan struct{}
+	// Tail > 0 begins with the last Tail entries (of Stream, if that is set).
+	Tail int
+	// Stream answers this stream only. Empty: both.
+	Stream string
+}
+
+// Read calls yield for each entry of the log in dir, in the order of writing. It ends with yield's first error. A
+// missing directory is os.ErrNotExist; a directory that goes away while it is read is the log's end.
+func Read(ctx context.Context, dir string, opts Options, yield func(Entry) error) error {
+	r := &reader{dir: dir}
+	defer r.close()
+	var watch *watcher
+	if opts.Follow {
+		// Before the first read, so that nothing written in between goes unnoticed.
+		var err error
+		if watch, err = newWatcher(dir); err != nil {
+			return err
+		}
+		defer watch.close()
+	} else if _, err := os.Stat(dir); err != nil {
+		return err
+	}
+	send := func(e Entry) error {
+		if opts.Stream != "" && e.Stream != opts.Stream {
+			return nil
+		}
+		return yield(e)
+	}
+	if opts.Tail > 0 {
+		last := ring{size: opts.Tail}
+		if err := r.drain(ctx, func(e Entry) error {
+			if opts.Stream == "" || e.Stream == opts.Stream {
+				last.add(e)
+			}
+			return nil
+		}); err != nil {
+			return err
+		}
+		for _, e := range last.inOrder() {
+			if err := yield(e); err != nil {
+				return err
+			}
+		}
+	}
+	for {
+		ended := !opts.Follow || isClosed(opts.Until)
+		if err := r.drain(ctx, send); err != nil || ended {
+			return err
+		}
+		gone, err := watch.wait(ctx, opts.Until)
+		if err != nil {
+			return err
+		}
+		if gone {
+			return r.drain(ctx, send)
+		}
+	}
+}
+
+func isClosed(c <-chan struct{}) bool {
+	select {
+	case <-c:
+		return true
+	default:
+		return false
+	}
+}
+
+// reader remembers its place in the log.
+type reader struct {
+	dir     string
+	number  int // of the open file
+	file    *os.File
+	buf     *bufio.Reader
+	partial []byte // of a line that the writer has not finished
+}
+
+func (r *reader) close() {
+	if r.file != nil {
+		r.file.Close()
+	}
+}
+
+// drain answers everything that is in the log now.
+func (r *reader) drain(ctx context.Context, yield func(Entry) error) error {
+	for {
+		if r.file != nil {
+			// A file is complete as soon as a higher one exists, so look for that one first, then read to the end.
+			next, err := r.following()
+			if err != nil {
+				return err
+			}
+			if err := r.readFile(ctx, yield); err != nil {
+				return err
+			}
+			if next == 0 {
+				return nil
+			}
+			r.file.Close()
+			r.file, r.partial, r.number = nil, nil, next-1
+		}
+		next, err := r.following()
+		if err != nil || next == 0 {
+			return err
+		}
+		f, err := os.Open(filepath.Join(r.dir, fileName(next)))
+		if errors.Is(err, os.ErrNotExist) {
+			continue // rotated away meanwhile
+		}
+		if err != nil {
+			return err
+		}
+		r.file, r.number, r.buf = f, next, bufio.NewReaderSize(f, 64<<10)
+	}
+}
+
+// following answers the lowest number above the reader's, or 0.
+func (r *reader) following() (int, error) {
+	found, err := numbers(r.dir)
+	if errors.Is(err, os.ErrNotExist) {
+		return 0, nil
+	}
+	for _, n := range found {
+		if n > r.number {
+			return n, nil
+		}
+	}
+	return 0, err
+}
+
+func (r *reader) readFile(ctx context.Context, yield func(Entry) error) error {
+	for {
+		if err := ctx.Err(); err != nil {
+			return err
+		}
+		line, err := r.buf.ReadSlice('\n')
+		r.partial = append(r.partial, line...)
+		if errors.Is(err, io.EOF) {
+			return nil
+		}
+		if errors.Is(err, bufio.ErrBufferFull) {
+			continue
+		}
+		if err != nil {
+			return err
+		}
+		entry, ok := parse(r.partial[:len(r.partial)-1])
+		r.partial = r.partial[:0]
+		if !ok {
+			continue // the torn end of a killed writer
+		}
+		if err := yield(entry); err != nil {
+			return err
+		}
+	}
+}
+
+func parse(line []byte) (Entry, bool) {
+	parts := bytes.SplitN(line, []byte{' '}, 4)
+	if len(parts) != 4 || len(parts[2]) != 1 {
+		return Entry{}, false
+	}
+	at, err := time.Parse(time.RFC3339Nano, string(parts[0]))
+	stream := string(parts[1])
+	if err != nil || (stream != Stdout && stream != Stderr) {
+		return Entry{}, false
+	}
+	return Entry{Time: at, Stream: stream, Partial: parts[2][0] == 'P', Text: string(parts[3])}, true
+}
+
+// ring keeps the last size entries.
+type ring struct {
+	size    int
+	entries []Entry
+	next    int // the oldest, once the ring is full
+}
+
+func (r *ring) add(e Entry) {
+	if len(r.entries) < r.size {
+		r.entries = append(r.entries, e)
+		return
+	}
+	r.entries[r.next] = e
+	r.next = (r.next + 1) % r.size
+}
+
+func (r *ring) inOrder() []Entry {
+	return append(append([]Entry(nil), r.entries[r.next:]...), r.entries[:r.next]...)
+}
+
+// watcher tells when a log directory has changed, by inotify(7).
+type watcher struct {
+	file    *os.File
+	changed chan struct{} // closed when the directory is gone
+}
+
+func newWatcher(dir string) (*watcher, error) {
+	fd, err := unix.InotifyInit1(unix.IN_CLOEXEC | unix.IN_NONBLOCK)
+	if err != nil {
+		return nil, fmt.Errorf("follow %s: inotify: %w (raise fs.inotify.max_user_instances if it is exhausted)", dir, err)
+	}
+	w := &watcher{file: os.NewFile(uintptr(fd), "inotify"), changed: make(chan struct{}, 1)}
+	if _, err := unix.InotifyAddWatch(fd, dir, unix.IN_MODIFY|unix.IN_CREATE|unix.IN_DELETE_SELF|unix.IN_ONLYDIR); err != nil {
+		w.close()
+		return nil, &os.PathError{Op: "watch", Path: dir, Err: err}
+	}
+	go w.run()
+	return w, nil
+}
+
+func (w *watcher) close() { w.file.Close() }
+
+func (w *watcher) run() {
+	defer close(w.changed)
+	buf := make([]byte, 64*(unix.SizeofInotifyEvent+unix.NAME_MAX+1))
+	for {
+		n, err := w.file.Read(buf)
+		if err != nil || n == 0 {
+			return
+		}
+		gone := false
+		for at := 0; at+unix.SizeofInotifyEvent <= n; {
+			// struct inotify_event: wd, mask, cookie, len, name.
+			mask := binary.NativeEndian.Uint32(buf[at+4:])
+			gone = gone || mask&(unix.IN_DELETE_SELF|unix.IN_IGNORED) != 0
+			at += unix.SizeofInotifyEvent + int(binary.NativeEndian.Uint32(buf[at+12:]))
+		}
+		if gone {
+			return
+		}
+		select {
+		case w.changed <- struct{}{}:
+		default: // one wake-up is enough
+		}
+	}
+}
+
+// wait blocks until the directory changed, is gone, or until is closed.
+func (w *watcher) wait(ctx context.Context, until <-chan struct{}) (gone bool, err error) {
+	select {
+	case _, open := <-w.changed:
+		return !open, nil
+	case <-until:
+		return false, nil
+	case <-ctx.Done():
+		return false, ctx.Err()
+	}
+}

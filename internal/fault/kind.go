@@ -1,0 +1,70 @@
+package fault
+
+import (
+	"context"
+
+	"github.com/containerd/errdefs"
+)
+
+// kindOf has the kind of every reason: the one that its errors are made with. A row of status.volumes
+// carries a reason and a message only; this table gives its reader the kind back.
+var kindOf = map[Reason]error{
+	InvalidRequest:     errdefs.ErrInvalidArgument,
+	InvalidName:        errdefs.ErrInvalidArgument,
+	InvalidTarget:      errdefs.ErrInvalidArgument,
+	TargetDenied:       errdefs.ErrPermissionDenied,
+	TargetNested:       errdefs.ErrFailedPrecondition,
+	TargetInUse:        errdefs.ErrAlreadyExists,
+	InvalidSource:      errdefs.ErrInvalidArgument,
+	SourceDenied:       errdefs.ErrPermissionDenied,
+	SourceNotFound:     errdefs.ErrNotFound,
+	InvalidSubPath:     errdefs.ErrInvalidArgument,
+	InvalidMode:        errdefs.ErrInvalidArgument,
+	ModeDenied:         errdefs.ErrPermissionDenied,
+	InvalidSize:        errdefs.ErrInvalidArgument,
+	SizeMismatch:       errdefs.ErrFailedPrecondition,
+	SizeRequired:       errdefs.ErrFailedPrecondition,
+	LimitNotEnforced:   errdefs.ErrFailedPrecondition,
+	CapacityExceeded:   errdefs.ErrResourceExhausted,
+	ToolMissing:        errdefs.ErrFailedPrecondition,
+	ProjectConflict:    errdefs.ErrFailedPrecondition,
+	InvalidTenant:      errdefs.ErrInvalidArgument,
+	TenantMismatch:     errdefs.ErrPermissionDenied,
+	InvalidVolumeType:  errdefs.ErrInvalidArgument,
+	VolumeTypeOff:      errdefs.ErrFailedPrecondition,
+	TooManyVolumes:     errdefs.ErrResourceExhausted,
+	InvalidOnFailure:   errdefs.ErrInvalidArgument,
+	FeatureDisabled:    errdefs.ErrFailedPrecondition,
+	CrossTopology:      errdefs.ErrFailedPrecondition,
+	VersionSkew:        errdefs.ErrFailedPrecondition,
+	Immutable:          errdefs.ErrInvalidArgument,
+	Conflict:           errdefs.ErrConflict,
+	StaleCommand:       errdefs.ErrFailedPrecondition,
+	SandboxNotFound:    errdefs.ErrNotFound,
+	SandboxExists:      errdefs.ErrAlreadyExists,
+	SandboxNotRunning:  errdefs.ErrFailedPrecondition,
+	SandboxTerminating: errdefs.ErrFailedPrecondition,
+	GroupNotFound:      errdefs.ErrFailedPrecondition,
+	ImageNotFound:      errdefs.ErrNotFound,
+	InvalidImage:       errdefs.ErrInvalidArgument,
+	NoAgent:            errdefs.ErrUnavailable,
+	NoCapacity:         errdefs.ErrResourceExhausted,
+	AgentUnavailable:   errdefs.ErrUnavailable,
+	AgentRecovering:    errdefs.ErrUnavailable,
+	OperationPending:   context.DeadlineExceeded,
+	DeadlineExceeded:   context.DeadlineExceeded,
+	Busy:               errdefs.ErrFailedPrecondition,
+	VolumeGone:         errdefs.ErrAborted,
+	RateLimited:        errdefs.ErrResourceExhausted,
+	RollbackFailed:     errdefs.ErrInternal,
+	Internal:           errdefs.ErrInternal,
+}
+
+// KindOf is the kind of the errors that carry a reason. A reason that this build does not know, as a newer
+// component may send it, is ErrUnknown, which is transient: nothing is known that would rule out a retry.
+func KindOf(reason Reason) error {
+	if kind, ok := kindOf[reason]; ok {
+		return kind
+	}
+	return errdefs.ErrUnknown
+}

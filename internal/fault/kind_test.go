@@ -1,0 +1,60 @@
+package fault_test
+
+import (
+	"errors"
+	"go/ast"
+	"go/parser"
+	"go/token"
+	"strconv"
+	"testing"
+
+	"github.com/containerd/errdefs"
+
+	"github.com/flux-sandbox/flux-sandbox/internal/fault"
+)
+
+// reasons reads the constants of type Reason off the source, so that a new one cannot be forgotten.
+func reasons(t *testing.T) []fault.Reason {
+	t.Helper()
+	file, err := parser.ParseFile(token.NewFileSet(), "fault.go", nil, 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	var out []fault.Reason
+	for _, decl := range file.Decls {
+		gen, ok := decl.(*ast.GenDecl)
+		if !ok || gen.Tok != token.CONST {
+			continue
+		}
+		for _, spec := range gen.Specs {
+			value := spec.(*ast.ValueSpec)
+			if id, ok := value.Type.(*ast.Ident); !ok || id.Name != "Reason" {
+				continue
+			}
+			word, err := strconv.Unquote(value.Values[0].(*ast.BasicLit).Value)
+			if err != nil {
+				t.Fatal(err)
+			}
+			out = append(out, fault.Reason(word))
+		}
+	}
+	if len(out) < 40 {
+		t.Fatalf("found %d reasons only: the test no longer reads them", len(out))
+	}
+	return out
+}
+
+func TestEveryReasonHasAKind(t *testing.T) {
+	for _, r := range reasons(t) {
+		if errors.Is(fault.KindOf(r), errdefs.ErrUnknown) {
+			t.Errorf("reason %s has no kind", r)
+		}
+	}
+}
+
+func TestUnknownReasonIsTransient(t *testing.T) {
+	err := fault.New(fault.KindOf("FROM_THE_FUTURE"), "FROM_THE_FUTURE", "something new")
+	if fault.IsPermanent(err) {
+		t.Error("an unknown reason is permanent")
+	}
+}

@@ -1,0 +1,108 @@
+package scheduler
+
+import (
+	"sync"
+
+	"k8s.io/apimachinery/pkg/types"
+
+	"github.com/flux-sandbox/flux-sandbox/api/sandbox/v1alpha1"
+	"github.com/flux-sandbox/flux-sandbox/internal/store"
+)
+
+// cache holds the sandboxes as the store last told of them. Nobody changes what is in it.
+type cache struct {
+	mu        sync.Mutex // guards all below
+	sandboxes map[store.Key]*v1alpha1.Sandbox
+	keys      map[types.UID]store.Key
+	groups    map[store.Key]map[store.Key]struct{}
+}
+
+func newCache() *cache {
+	return &cache{
+		sandboxes: map[store.Key]*v1alpha1.Sandbox{},
+		keys:      map[types.UID]store.Key{},
+		groups:    map[store.Key]map[store.Key]struct{}{},
+	}
+}
+
+func groupOf(sb *v1alpha1.Sandbox) store.Key {
+	k := subGroupOf(sb)
+	return store.Key{Namespace: k.Namespace, Name: k.Group}
+}
+
+// put takes over what the store told. An older generation than what is there is left out: our own write may
+// have been faster than the store's word of the one before.
+func (c *cache) put(sb *v1alpha1.Sandbox) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	key := store.KeyOf(sb)
+	if old := c.sandboxes[key]; old != nil {
+		if old.UID == sb.UID && old.Generation > sb.Generation {
+			return
+		}
+		c.removeLocked(old)
+	}
+	c.putLocked(key, sb)
+}
+
+// renew takes over the result of a write of ours, unless the store said meanwhile that the object is gone.
+func (c *cache) renew(sb *v1alpha1.Sandbox) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	key := store.KeyOf(sb)
+	if old := c.sandboxes[key]; old != nil && old.UID == sb.UID && old.Generation <= sb.Generation {
+		c.removeLocked(old)
+		c.putLocked(key, sb)
+	}
+}
+
+func (c *cache) putLocked(key store.Key, sb *v1alpha1.Sandbox) {
+	c.sandboxes[key] = sb
+	c.keys[sb.UID] = key
+	g := groupOf(sb)
+	if c.groups[g] == nil {
+		c.groups[g] = map[store.Key]struct{}{}
+	}
+	c.groups[g][key] = struct{}{}
+}
+
+func (c *cache) remove(sb *v1alpha1.Sandbox) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if old := c.sandboxes[store.KeyOf(sb)]; old != nil && old.UID == sb.UID {
+		c.removeLocked(old)
+	}
+}
+
+func (c *cache) removeLocked(sb *v1alpha1.Sandbox) {
+	key, g := store.KeyOf(sb), groupOf(sb)
+	delete(c.sandboxes, key)
+	delete(c.keys, sb.UID)
+	if delete(c.groups[g], key); len(c.groups[g]) == 0 {
+		delete(c.groups, g)
+	}
+}
+
+func (c *cache) get(key store.Key) *v1alpha1.Sandbox {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return c.sandboxes[key]
+}
+
+func (c *cache) keyOf(uid types.UID) (store.Key, bool) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	k, ok := c.keys[uid]
+	return k, ok
+}
+
+// inGroup are the sandboxes that name a group.
+func (c *cache) inGroup(group store.Key) []store.Key {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	out := make([]store.Key, 0, len(c.groups[group]))
+	for k := range c.groups[group] {
+		out = append(out, k)
+	}
+	return out
+}

@@ -1,0 +1,186 @@
+package scheduler
+
+import (
+	"slices"
+
+	"github.com/containerd/errdefs"
+	"k8s.io/apimachinery/pkg/types"
+
+	"github.com/flux-sandbox/flux-sandbox/api/sandbox/v1alpha1"
+	"github.com/flux-sandbox/flux-sandbox/internal/fault"
+)
+
+// The placement strategies of a group's schedulingPolicy.
+const (
+	// StrategySpread takes the emptiest node. The default.
+	StrategySpread = "Spread"
+	// StrategyPack takes the fullest node that has room.
+	StrategyPack = "Pack"
+)
+
+// SchedulingWeights weighs the scores of a placement, each from 0 to 100.
+type SchedulingWeights = v1alpha1.SchedulingWeights
+
+// DefaultWeights are those of a group that gives none: being near outweighs an even load.
+var DefaultWeights = SchedulingWeights{Load: 2, Topology: 3, VolumeLocality: 3, Image: 1}
+
+const (
+	// walk is how many agents of a domain are looked at, in heap order, before the next domain.
+	walk = 8
+	// near is how many agents are looked at because they have a volume or the image already.
+	near = 8
+)
+
+// SandboxSchedulerEngine decides on which node a sandbox of one sub-group runs: filter, score, reserve. It
+// looks at the best agents of each domain and at those that have the sandbox's volumes or image; only when
+// none of them has room at all others.
+type SandboxSchedulerEngine struct {
+	registry *InMemoryRegistry
+	index    *candidateIndex
+	weights  SchedulingWeights
+	affinity bool
+	capacity int
+}
+
+// PlacementRequest is what is known of a sandbox that needs a node.
+type PlacementRequest struct {
+	UID      types.UID
+	Requests Requests
+	Image    string
+	// VolumeDomains are the topology domains near which its volumes are; VolumeKeys their identities on a node.
+	VolumeDomains, VolumeKeys []string
+	// Exclude are nodes that refused it.
+	Exclude []string
+}
+
+// Placement is a decision. The node's room is reserved until the sandbox is gone, or Undo is called.
+type Placement struct {
+	Node   string
+	Domain string
+	Score  int
+}
+
+// choice is the best candidate so far.
+type choice struct {
+	m     *member
+	score int
+}
+
+// Place chooses a node and reserves its room; the sandbox's own, when it has one. Errors: ErrUnavailable,
+// reason NO_AGENT when no agent can be reached that matches, and ErrResourceExhausted, reason NO_CAPACITY.
+func (e *SandboxSchedulerEngine) Place(q *PlacementRequest) (Placement, error) {
+	r := e.registry
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if p := r.sandboxes[q.UID]; p != nil {
+		return Placement{Node: p.node}, nil
+	}
+	key := e.index.subGroup
+	if e.capacity > 0 && r.inSubGroup[key] >= e.capacity {
+		return Placement{}, fault.New(errdefs.ErrResourceExhausted, fault.NoCapacity,
+			"sub-group %s has all the %d sandboxes that its capacity allows: delete one, or raise it", key, e.capacity)
+	}
+	best, agents := e.choose(q, walk)
+	if best.m == nil && agents > 0 {
+		best, _ = e.choose(q, agents)
+	}
+	if best.m == nil {
+		if agents == 0 {
+			return Placement{}, fault.New(errdefs.ErrUnavailable, fault.NoAgent,
+				"no node agent that sub-group %s may use is connected: start one, or check its nodeSelector", key)
+		}
+		return Placement{}, fault.New(errdefs.ErrResourceExhausted, fault.NoCapacity,
+			"none of the %d nodes of sub-group %s takes the sandbox (CPU %dm, memory %d bytes): free some room, or add nodes",
+			agents, key, q.Requests.CPUMilli, q.Requests.MemoryBytes)
+	}
+	node := best.m.agent.agent.Node
+	r.placeLocked(q.UID, placement{node: node, subGroup: key, requests: q.Requests, image: q.Image})
+	return Placement{Node: node, Domain: best.m.domain.name, Score: best.score}, nil
+}
+
+// Undo gives a reservation back.
+func (e *SandboxSchedulerEngine) Undo(uid types.UID) { e.registry.unplace(uid) }
+
+// choose filters and scores, and counts the agents. It looks at no more than limit of each domain's.
+func (e *SandboxSchedulerEngine) choose(q *PlacementRequest, limit int) (choice, int) {
+	var best choice
+	var withVolume, withImage [near]*agentEntry
+	volumes := e.gather(&withVolume, e.registry.prepared, q.VolumeKeys...)
+	images := 0
+	if e.weights.Image != 0 && q.Image != "" {
+		images = e.gather(&withImage, e.registry.images, q.Image)
+	}
+	consider := func(m *member) {
+		s := e.score(q, m, slices.Contains(withVolume[:volumes], m.agent), slices.Contains(withImage[:images], m.agent))
+		if best.m == nil || s > best.score || s == best.score && m.domain.before(m, best.m) {
+			best = choice{m, s}
+		}
+	}
+	agents := 0
+	for _, d := range e.index.domains {
+		agents += len(d.heap)
+		for _, m := range d.heap[:min(limit, len(d.heap))] {
+			if m.agent.fits(q.Requests) && !slices.Contains(q.Exclude, m.agent.agent.Node) {
+				consider(m)
+				break
+			}
+		}
+	}
+	for _, list := range [2][]*agentEntry{withVolume[:volumes], withImage[:images]} {
+		for _, a := range list {
+			if m := a.memberOf(e.index); m != nil && m.pos >= 0 && a.fits(q.Requests) && !slices.Contains(q.Exclude, a.agent.Node) {
+				consider(m)
+			}
+		}
+	}
+	return best, agents
+}
+
+// gather fills into with agents that an index has under one of the keys, and returns how many.
+func (e *SandboxSchedulerEngine) gather(into *[near]*agentEntry, index map[string]map[string]*agentEntry, keys ...string) int {
+	n := 0
+	for _, key := range keys {
+		for _, a := range index[key] {
+			if n == near {
+				return n
+			}
+			into[n] = a
+			n++
+		}
+	}
+	return n
+}
+
+func (a *agentEntry) memberOf(x *candidateIndex) *member {
+	for _, m := range a.members {
+		if m.index == x {
+			return m
+		}
+	}
+	return nil
+}
+
+// score rates a candidate: each score from 0 to 100, times its weight.
+func (e *SandboxSchedulerEngine) score(q *PlacementRequest, m *member, hasVolume, hasImage bool) int {
+	w := e.weights
+	load := int(100 * m.agent.load)
+	if !e.index.pack {
+		load = 100 - load
+	}
+	total := int(w.Load) * load
+	switch {
+	case len(q.VolumeDomains) > 0:
+		if slices.Contains(q.VolumeDomains, m.domain.name) {
+			total += int(w.Topology) * 100
+		}
+	case e.affinity && m.domain.name != "" && m.domain.placed > 0:
+		total += int(w.Topology) * 100
+	}
+	if hasVolume {
+		total += int(w.VolumeLocality) * 100
+	}
+	if hasImage {
+		total += int(w.Image) * 100
+	}
+	return total
+}

@@ -1,0 +1,187 @@
+package scheduler
+
+import (
+	"context"
+	"errors"
+	"io"
+	"maps"
+	"slices"
+	"time"
+
+	"golang.org/x/sync/errgroup"
+	"k8s.io/apimachinery/pkg/types"
+
+	agentv1 "github.com/flux-sandbox/flux-sandbox/api/proto/agent/v1"
+	"github.com/flux-sandbox/flux-sandbox/internal/fault"
+)
+
+// The waits between two tries to follow an agent's inventory.
+const (
+	firstReconnect = 100 * time.Millisecond
+	lastReconnect  = 5 * time.Second
+)
+
+// followAgents keeps one inventory stream to each agent.
+func (s *Scheduler) followAgents(ctx context.Context, g *errgroup.Group) error {
+	for e := range s.Agents.Follow(ctx) {
+		switch e.Type {
+		case AgentAdded:
+			s.addAgent(ctx, g, e.Agent)
+		case AgentRemoved:
+			s.removeAgent(e.Agent.Node)
+		case AgentsSynced:
+			s.mu.Lock()
+			s.agentsSynced = true
+			s.mu.Unlock()
+			s.checkReady()
+		}
+	}
+	return nil
+}
+
+func (s *Scheduler) addAgent(ctx context.Context, g *errgroup.Group, a Agent) {
+	ctx, cancel := context.WithCancel(ctx)
+	s.mu.Lock()
+	old := s.conns[a.Node]
+	s.conns[a.Node] = cancel
+	s.labels[a.Node] = a.Labels
+	if old == nil && !s.isReady() {
+		s.awaited[a.Node] = struct{}{}
+	}
+	topologies := slices.Collect(maps.Values(s.topologies))
+	s.mu.Unlock()
+	if old != nil {
+		old()
+	}
+	for _, c := range topologies {
+		c.Set(a.Node, a.Labels)
+	}
+	s.registry.putAgent(a, s.Clock.Now())
+	s.Clock.AfterFunc(agentGrace, func() { s.noLongerAwaited(a.Node) })
+	g.Go(func() error {
+		s.watchAgent(ctx, a)
+		return nil
+	})
+}
+
+func (s *Scheduler) removeAgent(node string) {
+	s.mu.Lock()
+	cancel := s.conns[node]
+	delete(s.conns, node)
+	delete(s.labels, node)
+	topologies := slices.Collect(maps.Values(s.topologies))
+	s.mu.Unlock()
+	if cancel != nil {
+		cancel()
+	}
+	for _, c := range topologies {
+		c.Delete(node)
+	}
+	s.registry.removeAgent(node)
+	s.noLongerAwaited(node)
+}
+
+// noLongerAwaited says that ready need not wait for an agent.
+func (s *Scheduler) noLongerAwaited(node string) {
+	s.mu.Lock()
+	delete(s.awaited, node)
+	s.mu.Unlock()
+	s.checkReady()
+}
+
+// checkReady opens placement once every agent was heard or given up.
+func (s *Scheduler) checkReady() {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if !s.agentsSynced || len(s.awaited) > 0 || s.isReady() {
+		return
+	}
+	close(s.ready)
+	for _, r := range s.runtimes {
+		r.setSynced(true)
+	}
+	for key := range s.unplaced {
+		s.queue.add(item{key: key})
+	}
+	clear(s.unplaced)
+}
+
+func (s *Scheduler) isReady() bool {
+	select {
+	case <-s.ready:
+		return true
+	default:
+		return false
+	}
+}
+
+// watchAgent follows one agent's inventory until ctx ends.
+func (s *Scheduler) watchAgent(ctx context.Context, a Agent) {
+	delay := firstReconnect
+	for ctx.Err() == nil {
+		heard, err := s.readInventory(ctx, a)
+		s.requeue(a.Node, s.registry.disconnected(a.Node, s.Clock.Now()))
+		if ctx.Err() != nil {
+			return
+		}
+		if heard {
+			delay = firstReconnect
+			s.Logger.Warn("lost the agent's inventory", "node", a.Node, "error", err)
+		} else {
+			s.Logger.Debug("cannot follow the agent's inventory", "node", a.Node, "error", err)
+		}
+		t := s.Clock.NewTimer(delay)
+		select {
+		case <-ctx.Done():
+			t.Stop()
+			return
+		case <-t.C():
+		}
+		delay = min(2*delay, lastReconnect)
+	}
+}
+
+// readInventory reads one stream to its end, and says whether its full message came.
+func (s *Scheduler) readInventory(ctx context.Context, a Agent) (heard bool, err error) {
+	ctx, cancel := context.WithCancel(ctx)
+	defer cancel()
+	stream, err := a.Client.Inventory(ctx, &agentv1.InventoryRequest{Epoch: s.Epoch, LeaseUid: s.LeaseUID})
+	if err != nil {
+		return false, fault.FromGRPC(err)
+	}
+	for {
+		u, err := stream.Recv()
+		switch {
+		case errors.Is(err, io.EOF):
+			return heard, errors.New("the agent ended the stream")
+		case err != nil:
+			return heard, fault.FromGRPC(err)
+		case !heard && !u.GetFull():
+			return false, errors.New("the agent's first message does not list everything")
+		}
+		concerned := s.registry.applyInventory(a.Node, u, s.Clock.Now())
+		if u.GetFull() {
+			s.Logger.Info("agent is connected", "node", a.Node, "bootID", u.GetBootId(), "instanceID", u.GetInstanceId(),
+				"sandboxes", len(u.GetSandboxes()), "mounts", u.GetMountCount(), "capabilities", u.GetCapabilities())
+			s.noLongerAwaited(a.Node)
+			s.retryUnplaced()
+		}
+		heard = true
+		s.requeue(a.Node, concerned)
+	}
+}
+
+// requeue has the sandboxes looked at again. One that the store does not know is an orphan of that node.
+func (s *Scheduler) requeue(node string, uids []types.UID) {
+	for _, uid := range uids {
+		if key, ok := s.cache.keyOf(uid); ok {
+			s.queue.add(item{key: key})
+			if sb := s.cache.get(key); sb != nil && sb.Status.Node == node {
+				continue
+			}
+		}
+		if s.registry.state(node, uid) != nil {
+			s.queue.add(item{node: node, uid: uid})
+		}
+	}
+}

@@ -1,0 +1,368 @@
+package scheduler
+
+import (
+	"maps"
+	"slices"
+	"sync"
+	"time"
+
+	"google.golang.org/protobuf/proto"
+	"k8s.io/apimachinery/pkg/types"
+
+	agentv1 "github.com/flux-sandbox/flux-sandbox/api/proto/agent/v1"
+)
+
+// InMemoryRegistry holds what the scheduler knows of agents and of sandboxes: who is where, what each node
+// has room for, and what each node really has by its inventory. It is rebuilt at every start, from the store
+// and the agents' inventories. Its methods may be called from any goroutine, and what they return is not
+// changed afterwards.
+type InMemoryRegistry struct {
+	mu        sync.Mutex // guards all below, and the candidate indexes with what they point to
+	agents    map[string]*agentEntry
+	sandboxes map[types.UID]*placement
+	byNode    map[string]map[types.UID]*placement
+	// inSubGroup counts the sandboxes of each sub-group.
+	inSubGroup map[SubSandboxGroupKey]int
+	indexes    map[SubSandboxGroupKey]*candidateIndex
+	// prepared has the nodes on which a volume is prepared, images those on which a sandbox runs an image.
+	prepared map[string]map[string]*agentEntry
+	images   map[string]map[string]*agentEntry
+}
+
+// agentEntry is an agent and what its node has.
+type agentEntry struct {
+	agent Agent
+	// connected: the inventory stream is up and its full message was applied. changed is when that was last
+	// otherwise, or when the agent was added. synced: there was a full inventory once.
+	connected, synced bool
+	changed           time.Time
+	capabilities      []string
+	states            map[types.UID]*agentv1.SandboxState
+	prepared          map[string]struct{}
+	images            map[string]int
+	// What sandboxes that are placed here ask for together.
+	sandboxes, cpuMilli, memoryBytes int64
+	load                             float64
+	members                          []*member
+}
+
+// placement is a sandbox on a node, from the moment it is reserved.
+type placement struct {
+	node     string
+	subGroup SubSandboxGroupKey
+	requests Requests
+	image    string
+}
+
+// Requests are what a sandbox needs of its node.
+type Requests struct {
+	CPUMilli, MemoryBytes int64
+}
+
+// NewInMemoryRegistry makes an empty registry.
+func NewInMemoryRegistry() *InMemoryRegistry {
+	return &InMemoryRegistry{
+		agents:     map[string]*agentEntry{},
+		sandboxes:  map[types.UID]*placement{},
+		byNode:     map[string]map[types.UID]*placement{},
+		inSubGroup: map[SubSandboxGroupKey]int{},
+		indexes:    map[SubSandboxGroupKey]*candidateIndex{},
+		prepared:   map[string]map[string]*agentEntry{},
+		images:     map[string]map[string]*agentEntry{},
+	}
+}
+
+// putAgent adds an agent or renews what is known of it.
+func (r *InMemoryRegistry) putAgent(a Agent, now time.Time) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	e := r.agents[a.Node]
+	if e == nil {
+		e = &agentEntry{
+			changed:  now,
+			states:   map[types.UID]*agentv1.SandboxState{},
+			prepared: map[string]struct{}{},
+			images:   map[string]int{},
+		}
+		r.agents[a.Node] = e
+		e.agent = a
+		for _, p := range r.byNode[a.Node] {
+			r.account(e, p, 1)
+		}
+	}
+	e.agent = a
+	e.load = e.loadNow()
+	r.reindex(e)
+}
+
+// removeAgent forgets an agent. Sandboxes placed on its node stay placed there.
+func (r *InMemoryRegistry) removeAgent(node string) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	e := r.agents[node]
+	if e == nil {
+		return
+	}
+	e.connected = false
+	delete(r.agents, node)
+	e.leaveAll()
+	for key := range e.prepared {
+		removeNode(r.prepared, key, node)
+	}
+	for image := range e.images {
+		removeNode(r.images, image, node)
+	}
+}
+
+// agentView is what a reconcile needs to know of an agent.
+type agentView struct {
+	Agent
+	known, connected, synced bool
+	changed                  time.Time
+}
+
+func (r *InMemoryRegistry) agent(node string) agentView {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	e := r.agents[node]
+	if e == nil {
+		return agentView{}
+	}
+	return agentView{Agent: e.agent, known: true, connected: e.connected, synced: e.synced, changed: e.changed}
+}
+
+// disconnected notes that an agent's inventory stream has ended. What it said last is kept. It returns the
+// sandboxes that are on the node.
+func (r *InMemoryRegistry) disconnected(node string, now time.Time) []types.UID {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	e := r.agents[node]
+	if e == nil || !e.connected {
+		return nil
+	}
+	e.connected, e.changed = false, now
+	r.reindex(e)
+	return r.onNode(e)
+}
+
+// applyInventory takes over a message of an agent's inventory and returns the sandboxes that it concerns: with
+// a full one all that are on the node, by the inventory or by their placement.
+func (r *InMemoryRegistry) applyInventory(node string, u *agentv1.InventoryUpdate, now time.Time) []types.UID {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	e := r.agents[node]
+	if e == nil {
+		return nil
+	}
+	var concerned []types.UID
+	if u.GetFull() {
+		concerned = r.onNode(e) // those that the agent forgot are among them
+		clear(e.states)
+		for key := range e.prepared {
+			removeNode(r.prepared, key, node)
+		}
+		clear(e.prepared)
+		e.capabilities = u.GetCapabilities()
+		e.connected, e.synced, e.changed = true, true, now
+	}
+	for _, s := range u.GetSandboxes() {
+		uid := types.UID(s.GetUid())
+		if s.GetRemoved() {
+			delete(e.states, uid)
+		} else {
+			e.states[uid] = s
+		}
+		concerned = append(concerned, uid)
+	}
+	for _, p := range u.GetPrepared() {
+		if p.GetRemoved() {
+			delete(e.prepared, p.GetVolumeKey())
+			removeNode(r.prepared, p.GetVolumeKey(), node)
+		} else {
+			e.prepared[p.GetVolumeKey()] = struct{}{}
+			addNode(r.prepared, p.GetVolumeKey(), e)
+		}
+	}
+	if u.GetFull() {
+		r.reindex(e)
+	}
+	slices.Sort(concerned)
+	return slices.Compact(concerned)
+}
+
+func (r *InMemoryRegistry) onNode(e *agentEntry) []types.UID {
+	uids := slices.Collect(maps.Keys(e.states))
+	return slices.AppendSeq(uids, maps.Keys(r.byNode[e.agent.Node]))
+}
+
+// state is what a node really has of a sandbox; nil for nothing.
+func (r *InMemoryRegistry) state(node string, uid types.UID) *agentv1.SandboxState {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if e := r.agents[node]; e != nil {
+		return e.states[uid]
+	}
+	return nil
+}
+
+// setState takes over what an agent answered to a command; nil for a sandbox that is gone. The inventory says
+// the same, later.
+func (r *InMemoryRegistry) setState(node string, uid types.UID, s *agentv1.SandboxState) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	e := r.agents[node]
+	switch {
+	case e == nil:
+	case s == nil:
+		delete(e.states, uid)
+	default:
+		e.states[uid] = s
+	}
+}
+
+// setVolume takes over what an agent answered about one volume; a nil record for one that is gone.
+func (r *InMemoryRegistry) setVolume(node string, uid types.UID, target string, record *agentv1.MountRecord) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	e := r.agents[node]
+	if e == nil || e.states[uid] == nil {
+		return
+	}
+	s := proto.CloneOf(e.states[uid])
+	s.Volumes = slices.DeleteFunc(s.Volumes, func(m *agentv1.MountRecord) bool { return m.GetTarget() == target })
+	if record != nil {
+		s.Volumes = append(s.Volumes, record)
+	}
+	e.states[uid] = s
+}
+
+// nodeOf is a node whose inventory lists the sandbox; empty when none does.
+func (r *InMemoryRegistry) nodeOf(uid types.UID) string {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	for node, e := range r.agents {
+		if e.states[uid] != nil {
+			return node
+		}
+	}
+	return ""
+}
+
+// place notes that a sandbox is on a node: it was decided now, or the store says so.
+func (r *InMemoryRegistry) place(uid types.UID, p placement) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.placeLocked(uid, p)
+}
+
+func (r *InMemoryRegistry) placeLocked(uid types.UID, p placement) {
+	if old := r.sandboxes[uid]; old != nil {
+		if *old == p {
+			return
+		}
+		r.unplaceLocked(uid)
+	}
+	r.sandboxes[uid] = &p
+	r.inSubGroup[p.subGroup]++
+	if r.byNode[p.node] == nil {
+		r.byNode[p.node] = map[types.UID]*placement{}
+	}
+	r.byNode[p.node][uid] = &p
+	if e := r.agents[p.node]; e != nil {
+		r.account(e, &p, 1)
+		e.reload()
+	}
+}
+
+// unplace forgets where a sandbox is: it is gone, it is over, or its reservation is undone.
+func (r *InMemoryRegistry) unplace(uid types.UID) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.unplaceLocked(uid)
+}
+
+func (r *InMemoryRegistry) unplaceLocked(uid types.UID) {
+	p := r.sandboxes[uid]
+	if p == nil {
+		return
+	}
+	delete(r.sandboxes, uid)
+	if r.inSubGroup[p.subGroup]--; r.inSubGroup[p.subGroup] == 0 {
+		delete(r.inSubGroup, p.subGroup)
+	}
+	if delete(r.byNode[p.node], uid); len(r.byNode[p.node]) == 0 {
+		delete(r.byNode, p.node)
+	}
+	if e := r.agents[p.node]; e != nil {
+		r.account(e, p, -1)
+		e.reload()
+	}
+}
+
+// account adds a placement to, or with sign -1 takes it off, what its node has.
+func (r *InMemoryRegistry) account(e *agentEntry, p *placement, sign int64) {
+	e.sandboxes += sign
+	e.cpuMilli += sign * p.requests.CPUMilli
+	e.memoryBytes += sign * p.requests.MemoryBytes
+	for _, m := range e.members {
+		if m.index.subGroup == p.subGroup {
+			m.placed += int(sign)
+			m.domain.placed += int(sign)
+		}
+	}
+	if p.image == "" {
+		return
+	}
+	e.images[p.image] += int(sign)
+	if e.images[p.image] > 0 {
+		addNode(r.images, p.image, e)
+		return
+	}
+	delete(e.images, p.image)
+	removeNode(r.images, p.image, e.agent.Node)
+}
+
+// reload moves an agent in every index to where its load now belongs.
+func (e *agentEntry) reload() {
+	e.load = e.loadNow()
+	for _, m := range e.members {
+		m.domain.fix(m)
+	}
+}
+
+// loadNow is how full the node is, from 0 to 1: by what is scarcest of the bounds it has, or by the number of
+// sandboxes where it has none.
+func (e *agentEntry) loadNow() float64 {
+	c, load := e.agent.Capacity, 0.0
+	if c == (Capacity{}) {
+		return float64(e.sandboxes) / float64(e.sandboxes+16)
+	}
+	for _, x := range [...][2]int64{{e.sandboxes, c.Sandboxes}, {e.cpuMilli, c.CPUMilli}, {e.memoryBytes, c.MemoryBytes}} {
+		if x[1] > 0 {
+			load = max(load, float64(x[0])/float64(x[1]))
+		}
+	}
+	return load
+}
+
+// fits says whether the node has room for what is asked.
+func (e *agentEntry) fits(q Requests) bool {
+	c := e.agent.Capacity
+	return (c.Sandboxes == 0 || e.sandboxes < c.Sandboxes) &&
+		(c.CPUMilli == 0 || e.cpuMilli+q.CPUMilli <= c.CPUMilli) &&
+		(c.MemoryBytes == 0 || e.memoryBytes+q.MemoryBytes <= c.MemoryBytes)
+}
+
+func addNode(index map[string]map[string]*agentEntry, key string, e *agentEntry) {
+	if index[key] == nil {
+		index[key] = map[string]*agentEntry{}
+	}
+	index[key][e.agent.Node] = e
+}
+
+func removeNode(index map[string]map[string]*agentEntry, key, node string) {
+	delete(index[key], node)
+	if len(index[key]) == 0 {
+		delete(index, key)
+	}
+}

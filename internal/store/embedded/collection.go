@@ -1,0 +1,206 @@
+package embedded
+
+import (
+	"context"
+	"encoding/base64"
+	"errors"
+	"fmt"
+	"iter"
+	"slices"
+	"strings"
+
+	bolt "go.etcd.io/bbolt"
+	"k8s.io/apimachinery/pkg/labels"
+	"k8s.io/apimachinery/pkg/types"
+
+	"github.com/flux-sandbox/flux-sandbox/internal/store"
+	"github.com/flux-sandbox/flux-sandbox/internal/store/follow"
+)
+
+// state is one state of an object. It is never changed once others can see it.
+type state[T store.Object] struct {
+	object T
+	raw    []byte // as it is stored: object and the fields that this build does not know
+	gone   bool   // the object does not exist any more, and this was its last state
+	batch  *batch // in which it was written; nil when it was read from the file
+}
+
+// collection keeps the objects of one kind.
+type collection[T store.Object] struct {
+	store *Store
+	kind  kind[T]
+	hub   follow.Hub[T]
+
+	// The fields below are guarded by the store's mu.
+
+	committed map[store.Key]*state[T]
+	keys      map[types.UID]store.Key // of the committed objects
+	staged    map[store.Key]*state[T] // newer than committed, and not durable yet
+}
+
+var _ store.Sandboxes = (*collection[*sandbox])(nil)
+
+func newCollection[T store.Object](s *Store, k kind[T]) *collection[T] {
+	return &collection[T]{
+		store:     s,
+		kind:      k,
+		committed: map[store.Key]*state[T]{},
+		keys:      map[types.UID]store.Key{},
+		staged:    map[store.Key]*state[T]{},
+	}
+}
+
+// load fills an empty collection from its bucket. Its error names each object that cannot be read.
+func (c *collection[T]) load(bucket *bolt.Bucket) error {
+	var problems []error
+	err := bucket.ForEach(func(k, v []byte) error {
+		object, err := c.kind.decode(v)
+		if err != nil {
+			problems = append(problems, fmt.Errorf("%s %s: %w", c.kind, k, err))
+			return nil
+		}
+		key := store.KeyOf(object)
+		version, err := parseNumber([]byte(object.GetResourceVersion()))
+		other, twice := c.keys[object.GetUID()]
+		switch {
+		case key.String() != string(k):
+			err = fmt.Errorf("it is stored under another name than its own, %s", key)
+		case object.GetUID() == "":
+			err = errors.New("it has no UID")
+		case twice:
+			err = fmt.Errorf("it has the UID of %s", other)
+		case err != nil:
+			err = fmt.Errorf("its resourceVersion: %w", err)
+		}
+		if err != nil {
+			problems = append(problems, fmt.Errorf("%s %s: %w", c.kind, k, err))
+			return nil
+		}
+		if version > c.store.version.Load() {
+			c.store.version.Store(version)
+		}
+		c.committed[key] = &state[T]{object: object, raw: slices.Clone(v)}
+		c.keys[object.GetUID()] = key
+		return nil
+	})
+	return errors.Join(append(problems, err)...)
+}
+
+// Get implements store.Reader.
+func (c *collection[T]) Get(ctx context.Context, key store.Key) (T, error) {
+	var none T
+	if err := ctx.Err(); err != nil {
+		return none, err
+	}
+	c.store.mu.RLock()
+	s := c.committed[key]
+	c.store.mu.RUnlock()
+	if s == nil {
+		return none, c.kind.NotFound(key)
+	}
+	return copyOf(s.object), nil
+}
+
+// GetByUID implements store.Reader.
+func (c *collection[T]) GetByUID(ctx context.Context, uid types.UID) (T, error) {
+	var none T
+	if err := ctx.Err(); err != nil {
+		return none, err
+	}
+	c.store.mu.RLock()
+	s := c.committed[c.keys[uid]]
+	c.store.mu.RUnlock()
+	if s == nil {
+		return none, c.kind.NotFoundUID(uid)
+	}
+	return copyOf(s.object), nil
+}
+
+// List implements store.Reader.
+func (c *collection[T]) List(ctx context.Context, options store.ListOptions) (store.Page[T], error) {
+	var page store.Page[T]
+	if err := ctx.Err(); err != nil {
+		return page, err
+	}
+	after, err := decodeContinue(options.Continue)
+	if err != nil {
+		return page, err
+	}
+	found := c.find(options, after)
+	slices.SortFunc(found, func(a, b T) int { return compareKeys(store.KeyOf(a), store.KeyOf(b)) })
+	if options.Limit > 0 && len(found) > options.Limit {
+		found = found[:options.Limit]
+		page.Continue = encodeContinue(store.KeyOf(found[len(found)-1]))
+	}
+	page.Items = make([]T, len(found))
+	for i, object := range found {
+		page.Items[i] = copyOf(object)
+	}
+	return page, nil
+}
+
+// find returns the committed objects that match, themselves and not copies, in no order.
+func (c *collection[T]) find(options store.ListOptions, after store.Key) []T {
+	c.store.mu.RLock()
+	defer c.store.mu.RUnlock()
+	var found []T
+	for key, s := range c.committed {
+		switch {
+		case options.Namespace != "" && key.Namespace != options.Namespace:
+		case compareKeys(key, after) <= 0:
+		case options.Labels != nil && !options.Labels.Matches(labels.Set(s.object.GetLabels())):
+		default:
+			found = append(found, s.object)
+		}
+	}
+	return found
+}
+
+// Follow implements store.Follower.
+func (c *collection[T]) Follow(ctx context.Context, keys ...store.Key) iter.Seq[store.Event[T]] {
+	keys = slices.Clone(keys)
+	return c.hub.Follow(ctx, keys, func(follow func(iter.Seq[T])) {
+		c.store.mu.RLock()
+		defer c.store.mu.RUnlock()
+		follow(func(yield func(T) bool) {
+			if len(keys) > 0 {
+				for _, k := range keys {
+					if s := c.committed[k]; s != nil && !yield(s.object) {
+						return
+					}
+				}
+				return
+			}
+			for _, s := range c.committed {
+				if !yield(s.object) {
+					return
+				}
+			}
+		})
+	})
+}
+
+func copyOf[T store.Object](object T) T { return object.DeepCopyObject().(T) }
+
+func compareKeys(a, b store.Key) int {
+	if c := strings.Compare(a.Namespace, b.Namespace); c != 0 {
+		return c
+	}
+	return strings.Compare(a.Name, b.Name)
+}
+
+func encodeContinue(last store.Key) string {
+	return base64.RawURLEncoding.EncodeToString([]byte(last.String()))
+}
+
+func decodeContinue(token string) (store.Key, error) {
+	if token == "" {
+		return store.Key{}, nil
+	}
+	text, err := base64.RawURLEncoding.DecodeString(token)
+	namespace, name, ok := strings.Cut(string(text), "/")
+	if err != nil || !ok {
+		return store.Key{}, store.BadContinue(token)
+	}
+	return store.Key{Namespace: namespace, Name: name}, nil
+}

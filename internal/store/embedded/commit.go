@@ -1,0 +1,148 @@
+package embedded
+
+import (
+	"context"
+	"errors"
+	"strconv"
+
+	"github.com/containerd/errdefs"
+	bolt "go.etcd.io/bbolt"
+
+	"github.com/flux-sandbox/flux-sandbox/internal/fault"
+	"github.com/flux-sandbox/flux-sandbox/internal/store"
+)
+
+// write is one key of the file that gets a new value.
+type write struct {
+	bucket, key []byte
+	value       []byte // nil removes the key
+	// committed is called when the write is durable, with the store's mu held.
+	committed func()
+}
+
+// batch is a set of writes that are committed together.
+type batch struct {
+	writes []write       // guarded by the store's mu until the committer takes the batch, then its own
+	err    error         // set before done is closed
+	done   chan struct{} // closed when the batch is committed or has failed
+}
+
+// errDropped: the batch was never tried, as a batch failed that it may rest on.
+var errDropped = errors.New("the write rested on one that failed")
+
+// wait waits until the batch is durable or has failed.
+func (b *batch) wait(ctx context.Context, what string) error {
+	select {
+	case <-b.done:
+		return b.err
+	case <-ctx.Done():
+		return store.OpenOutcome(what, ctx.Err())
+	}
+}
+
+// openBatch is the batch that gathers. The caller holds mu, and adds to it.
+func (s *Store) openBatch() (*batch, error) {
+	if s.broken != nil {
+		return nil, s.broken
+	}
+	if s.batch == nil {
+		s.batch = &batch{done: make(chan struct{})}
+		select {
+		case s.wake <- struct{}{}:
+		default: // the token of a batch that was dropped: the committer will come
+		}
+	}
+	return s.batch, nil
+}
+
+// commitBatches is the committer. It ends when wake is closed and all is committed.
+func (s *Store) commitBatches() {
+	defer close(s.ended)
+	for range s.wake {
+		s.commitBatch()
+	}
+	s.commitBatch()
+}
+
+func (s *Store) commitBatch() {
+	s.mu.Lock()
+	b := s.batch
+	s.batch = nil
+	broken := s.broken
+	s.mu.Unlock()
+	if b == nil {
+		return
+	}
+	if broken == nil || broken == errClosed {
+		b.err, broken = s.writeBatch(b)
+	} else {
+		b.err = broken
+	}
+
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	defer close(b.done)
+	if b.err == nil {
+		for _, w := range b.writes {
+			w.committed()
+		}
+		b.writes = nil // the objects of the batch keep it
+		return
+	}
+	if broken != nil && s.broken == nil {
+		s.broken = broken
+	}
+	clear(s.sandboxes.staged)
+	clear(s.groups.staged)
+	if next := s.batch; next != nil {
+		s.batch = nil
+		next.err = errDropped
+		close(next.done)
+	}
+}
+
+// writeBatch writes and syncs a batch. broken is set when it cannot be told whether that took effect.
+func (s *Store) writeBatch(b *batch) (err, broken error) {
+	version := []byte(s.nextVersion()) // unique to the batch, and no lower than any in it
+	err = s.file.Update(func(tx *bolt.Tx) error {
+		for _, w := range b.writes {
+			bucket := tx.Bucket(w.bucket)
+			if w.value == nil {
+				if err := bucket.Delete(w.key); err != nil {
+					return err
+				}
+			} else if err := bucket.Put(w.key, w.value); err != nil {
+				return err
+			}
+		}
+		if err := tx.Bucket(metaBucket).Put(versionKey, version); err != nil {
+			return err
+		}
+		if s.options.beforeCommit != nil {
+			return s.options.beforeCommit()
+		}
+		return nil
+	})
+	if err == nil {
+		return nil, nil
+	}
+	var stored []byte
+	readErr := s.file.View(func(tx *bolt.Tx) error {
+		stored = append(stored, tx.Bucket(metaBucket).Get(versionKey)...)
+		return nil
+	})
+	if readErr == nil && string(stored) != string(version) {
+		return fault.New(errdefs.ErrUnavailable, store.Unavailable,
+			"write to the state file %s: %w (nothing was changed; check the disk's space and health, then try again)", s.file.Path(), err), nil
+	}
+	broken = fault.New(errdefs.ErrUnavailable, store.Unavailable,
+		"write to the state file %s: %w (it cannot be told what reached the disk, so nothing more is written: check the disk and restart the server)", s.file.Path(), err)
+	return broken, broken
+}
+
+func parseNumber(b []byte) (uint64, error) {
+	if b == nil {
+		return 0, nil
+	}
+	return strconv.ParseUint(string(b), 10, 63)
+}

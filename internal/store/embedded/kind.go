@@ -1,0 +1,71 @@
+package embedded
+
+import (
+	"encoding/json"
+
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/runtime/schema"
+	utiljson "k8s.io/apimachinery/pkg/util/json"
+
+	"github.com/flux-sandbox/flux-sandbox/api/sandbox/v1alpha1"
+	"github.com/flux-sandbox/flux-sandbox/internal/store"
+)
+
+type (
+	sandbox = v1alpha1.Sandbox
+	group   = v1alpha1.SandboxGroup
+)
+
+// kind is what the code for all kinds must know of one.
+type kind[T store.Object] struct {
+	store.Kind
+	bucket     []byte
+	gvk        schema.GroupVersionKind
+	empty      func() T
+	copySpec   func(to, from T) // shares memory
+	copyStatus func(to, from T) // shares memory
+}
+
+var (
+	sandboxKind = kind[*sandbox]{
+		Kind:       store.SandboxKind,
+		bucket:     []byte("sandboxes"),
+		gvk:        v1alpha1.GroupVersion.WithKind("Sandbox"),
+		empty:      func() *sandbox { return &sandbox{} },
+		copySpec:   func(to, from *sandbox) { to.Spec = from.Spec },
+		copyStatus: func(to, from *sandbox) { to.Status = from.Status },
+	}
+	groupKind = kind[*group]{
+		Kind:       store.GroupKind,
+		bucket:     []byte("groups"),
+		gvk:        v1alpha1.GroupVersion.WithKind("SandboxGroup"),
+		empty:      func() *group { return &group{} },
+		copySpec:   func(to, from *group) { to.Spec = from.Spec },
+		copyStatus: func(to, from *group) { to.Status = from.Status },
+	}
+)
+
+// copyMeta copies the metadata that a writer may change. It shares memory.
+func copyMeta(to, from metav1.Object) {
+	to.SetLabels(from.GetLabels())
+	to.SetAnnotations(from.GetAnnotations())
+	to.SetFinalizers(from.GetFinalizers())
+	to.SetOwnerReferences(from.GetOwnerReferences())
+}
+
+// encode gives an object its apiVersion and kind, and encodes it.
+func (k kind[T]) encode(object T) ([]byte, error) {
+	object.GetObjectKind().SetGroupVersionKind(k.gvk)
+	return json.Marshal(object)
+}
+
+// decode decodes an object. Fields that this build does not know are left out; names are compared with
+// their case, as Kubernetes does.
+func (k kind[T]) decode(raw []byte) (T, error) {
+	object := k.empty()
+	if err := utiljson.Unmarshal(raw, object); err != nil {
+		return object, err
+	}
+	object.GetObjectKind().SetGroupVersionKind(k.gvk)
+	return object, nil
+}
