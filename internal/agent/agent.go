@@ -50,9 +50,10 @@ type Containers interface {
 
 // Defaults of Config.
 const (
-	// DefaultPrepareRate and DefaultPrepareBurst bound how many sources are prepared in a second.
-	DefaultPrepareRate  = 50
-	DefaultPrepareBurst = 100
+	// DefaultPrepareRate and DefaultPrepareBurst bound how many sources are prepared in a second: far more than a
+	// node needs, so that only a runaway loop meets them.
+	DefaultPrepareRate  = 1000
+	DefaultPrepareBurst = 1000
 	// DefaultHeartbeat is how often followers of the inventory hear from the node, and how often it looks whether what
 	// it mounted is still there. It is local work: nothing is asked of anybody else.
 	DefaultHeartbeat = 10 * time.Second

@@ -124,7 +124,7 @@ func (a *Agent) recoverVolume(ctx context.Context, v journal.Volume) error {
 	case info.MountPoint == v.Target:
 		// An attach that was cut off after the move, or a detach before the unmount: it is there and whole, its
 		// attributes were set before anyone could see it.
-		v.Phase = journal.Mounted
+		v.Phase, v.Mount = journal.Mounted, info.Identity()
 		if v.Attached == "" {
 			v.Attached = v1alpha1.AttachedLive
 		}

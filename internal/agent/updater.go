@@ -218,10 +218,11 @@ func (u *ContainerMountUpdater) place(ctx context.Context, sb *sandbox, record j
 	}
 	// From here on, that the caller has gone is no reason to stop half-way.
 	ctx = context.WithoutCancel(ctx)
-	if _, err := ns.Attach(ctx, tree, record.Target, timing.observe); err != nil {
+	placed, err := ns.Attach(ctx, tree, record.Target, timing.observe)
+	if err != nil {
 		return failed(err)
 	}
-	record.Phase = journal.Mounted
+	record.Phase, record.Mount = journal.Mounted, placed.Identity
 	if err := timing.do(stepJournalMounted, func() error {
 		record.Stages = timing.Results
 		return u.put(record)

@@ -3,6 +3,8 @@ package containers_test
 import (
 	"bytes"
 	"context"
+	"fmt"
+	"regexp"
 	"strings"
 	"sync/atomic"
 	"testing"
@@ -28,10 +30,10 @@ var lastUID atomic.Int64
 // newSpec is a sandbox with a UID of its own, deleted with the test, that runs a shell script.
 func newSpec(t *testing.T, r *containers.Runtime, script string) containers.Spec {
 	t.Helper()
-	name := strings.ToLower(strings.NewReplacer("/", "-", "_", "-", "#", "-").Replace(t.Name()))
+	name := strings.ToLower(regexp.MustCompile("[^A-Za-z0-9]+").ReplaceAllString(t.Name(), "-"))
 	spec := containers.Spec{
 		Descriptor: containers.Descriptor{
-			UID: "uid-" + time.Unix(lastUID.Add(1), 0).UTC().Format("150405"), Namespace: "default", Name: name,
+			UID: fmt.Sprintf("uid-%d", lastUID.Add(1)), Namespace: "default", Name: name,
 			TenantID: "acme", Group: "default", SubGroup: "default", RestartPolicy: "Never",
 		},
 		Image: containerstest.Image, Command: []string{"sh", "-c", script},

@@ -3,6 +3,8 @@ package mount
 import (
 	"context"
 	"errors"
+	"path"
+	"slices"
 
 	"github.com/containerd/errdefs"
 	"golang.org/x/sys/unix"
@@ -220,7 +222,46 @@ func (p *placement) undo() {
 	}
 }
 
-// RemoveDirectories removes those of the directories (Placed.CreatedDirs) that
+// Missing returns the directories that an attach to the target would make,
+// outermost first. A journal records them before the attach: if the process
+// dies in between, RemoveDirectories takes away what was made. Targets that
+// Attach refuses have none.
+func (ns *Namespace) Missing(ctx context.Context, target string) ([]string, error) {
+	if err := checkTarget(target); err != nil {
+		return nil, err
+	}
+	var missing []string
+	j, err := ns.submit(ctx, "look at target", target, func(t *thread) error {
+		missing = t.missing(target)
+		return nil
+	})
+	if err != nil {
+		return nil, err
+	}
+	if err := j.wait(ctx); err != nil {
+		return nil, err
+	}
+	return missing, nil
+}
+
+func (t *thread) missing(target string) []string {
+	var missing []string
+	for dir := target; dir != "/"; dir = path.Dir(dir) {
+		fd, err := openat2(t.root, dir[1:], directoryPath, beneath)
+		if err == nil {
+			unix.Close(fd)
+			break
+		}
+		if !errors.Is(err, unix.ENOENT) {
+			return nil
+		}
+		missing = append(missing, dir)
+	}
+	slices.Reverse(missing)
+	return missing
+}
+
+// RemoveDirectories removes those of the directories (Placed.CreatedDirs, Missing) that
 // are empty and lie on the sandbox's root filesystem or a tmpfs, innermost
 // first. What is in use, not empty or gone is passed over.
 func (ns *Namespace) RemoveDirectories(ctx context.Context, dirs []string) error {

@@ -20,6 +20,8 @@ func TestAttachShowsTheSource(t *testing.T) {
 		tree := clone(t, source)
 		detached, err := tree.Identity()
 		check(t, err)
+		missing, err := ns.Missing(context.Background(), "/data/deep/vol")
+		check(t, err)
 		var steps []string
 		placed, err := ns.Attach(context.Background(), tree, "/data/deep/vol", func(step string, done bool) {
 			if !done && !slices.Contains(steps, step) {
@@ -31,8 +33,11 @@ func TestAttachShowsTheSource(t *testing.T) {
 		if want := []string{StepTargetResolve, StepTargetMkdir, StepMove, StepVerify}; !slices.Equal(steps, want) {
 			t.Errorf("steps %q, want %q", steps, want)
 		}
-		if want := []string{"/data", "/data/deep", "/data/deep/vol"}; !slices.Equal(placed.CreatedDirs, want) {
-			t.Errorf("created %q, want %q", placed.CreatedDirs, want)
+		if want := []string{"/data", "/data/deep", "/data/deep/vol"}; !slices.Equal(placed.CreatedDirs, want) || !slices.Equal(missing, want) {
+			t.Errorf("created %q, missing before %q, want %q", placed.CreatedDirs, missing, want)
+		}
+		if missing, err := ns.Missing(context.Background(), "/data/deep/vol"); err != nil || len(missing) > 0 {
+			t.Errorf("missing %q, %v", missing, err)
 		}
 		if st, err := os.Stat(s.path("/data/deep")); err != nil || st.Mode().Perm() != 0o755 {
 			t.Errorf("created directory: %v, %v", st, err)

@@ -107,6 +107,35 @@ func testAttacked(t *testing.T, modern bool, attacker string, fromNested bool, r
 	}
 }
 
+// TestDetachHitsNoOtherVolume detaches one of two volumes whose parents change
+// places all the time.
+func TestDetachHitsNoOtherVolume(t *testing.T) {
+	bothKernels(t, func(t *testing.T, modern bool) {
+		s := newSandbox(t)
+		s.mkdir("/a/b")
+		s.mkdir("/twin/b")
+		ns := s.enter(modern)
+		other := attach(t, ns, clone(t, newSource(t)), "/twin/b")
+		source := newSource(t)
+		s.do("attack", "exchange", "/a/b")
+		const rounds = 300
+		for done := 0; done < rounds; {
+			placed, err := ns.Attach(context.Background(), clone(t, source), "/a/b", nil)
+			if reason(err) == ReasonTargetOnVolume || errdefs.IsAborted(err) {
+				continue // the other volume is there at the moment
+			}
+			check(t, err)
+			if r, err := ns.Detach(context.Background(), "", placed.Identity, DetachOptions{Force: done%2 == 0}); err != nil || r.Outcome != Detached {
+				t.Fatalf("%+v %v", r, err)
+			}
+			if _, found, err := ns.Find(other.Identity); err != nil || !found {
+				t.Fatalf("round %d took the other volume: %v", done, err)
+			}
+			done++
+		}
+	})
+}
+
 // TestMisplacedIsMoved shows the retry without relying on luck: the observer
 // renames the directory between the lookup and the move.
 func TestMisplacedIsMoved(t *testing.T) {

@@ -197,9 +197,11 @@ func (t *thread) umount(info Info, lazy bool) error {
 		return t.umountLazy(parent, leaf, info)
 	}
 	// By name below the parent: an open descriptor on the mount itself would make
-	// it busy. Between this look and the unmount only a rename by the sandbox of
-	// one of its volumes' parents can interfere, and hits only its own volumes;
-	// detach reads back and the agent's inventory repairs.
+	// it busy. In the sandbox a mount point cannot be renamed (EBUSY), so name and
+	// parent stay together from here on. Only from a nested namespace that does
+	// not have the mounts can they be parted between this look and the unmount,
+	// which then hits another volume of the same sandbox; detach reads back, and
+	// the agent's inventory repairs.
 	id, err := t.mountID(parent, leaf, unix.AT_SYMLINK_NOFOLLOW)
 	if err != nil {
 		return err

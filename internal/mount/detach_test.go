@@ -33,7 +33,7 @@ func TestBusy(t *testing.T) {
 				if !errors.As(err, &busy) || busy.Reason() != ReasonBusy || !errdefs.IsFailedPrecondition(err) {
 					t.Fatal(err)
 				}
-				want := Holder{PID: s.cmd.Process.Pid, Command: command2(t, s.cmd.Process.Pid), Kind: kind}
+				want := Holder{PID: s.cmd.Process.Pid, Command: commandOf(t, s.cmd.Process.Pid), Kind: kind}
 				if busy.Target != "/vol" || len(busy.Holders) != 1 || busy.Holders[0] != want {
 					t.Errorf("%+v, want %+v", busy, want)
 				}
@@ -69,7 +69,7 @@ func TestBusy(t *testing.T) {
 	})
 }
 
-func command2(t *testing.T, pid int) string {
+func commandOf(t *testing.T, pid int) string {
 	t.Helper()
 	data, err := os.ReadFile("/proc/" + itoa(pid) + "/comm")
 	check(t, err)

@@ -4,7 +4,9 @@ import (
 	"context"
 	"errors"
 	"os"
+	"os/exec"
 	"path/filepath"
+	"strings"
 	"testing"
 	"time"
 
@@ -63,6 +65,29 @@ func TestHelperDeadline(t *testing.T) {
 		t.Error(err)
 	}
 	tree.Close()
+}
+
+// TestHelperEndsWithItsParent closes the socket as the parent's death does.
+func TestHelperEndsWithItsParent(t *testing.T) {
+	tree, _ := newDeadFUSE(t)
+	pair, err := unix.Socketpair(unix.AF_UNIX, unix.SOCK_SEQPACKET|unix.SOCK_CLOEXEC, 0)
+	check(t, err)
+	theirs := os.NewFile(uintptr(pair[1]), "helper")
+	cmd := exec.Command("/proc/self/exe")
+	cmd.Env = []string{helperEnv + "=1"}
+	cmd.ExtraFiles = []*os.File{theirs, tree.file}
+	check(t, cmd.Start())
+	theirs.Close()
+	_, err = unix.Write(pair[0], []byte(`{"op":"statfs"}`))
+	check(t, err)
+	waitFor(t, "the helper hangs", func() bool {
+		data, err := os.ReadFile("/proc/" + itoa(cmd.Process.Pid) + "/syscall")
+		return err == nil && strings.HasPrefix(string(data), itoa(unix.SYS_FSTATFS)+" ") || os.IsNotExist(err)
+	})
+	unix.Close(pair[0])
+	if err := cmd.Wait(); err == nil {
+		t.Error("the helper ended as if it had answered")
+	}
 }
 
 func TestDeadFUSEInASandbox(t *testing.T) {

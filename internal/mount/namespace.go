@@ -190,13 +190,6 @@ func (t *thread) idOf(i Info) uint64 {
 	return uint64(i.MountID)
 }
 
-func (t *thread) parentOf(i Info) uint64 {
-	if t.modern {
-		return i.ParentUniqueID
-	}
-	return uint64(i.ParentID)
-}
-
 // describe looks one mount up by its id in the sense of mountID.
 func (t *thread) describe(id, mask uint64) (Info, bool, error) {
 	if t.modern {

@@ -3,6 +3,7 @@ package mount
 import (
 	"fmt"
 	"runtime"
+	"sync"
 	"testing"
 
 	"golang.org/x/sys/unix"
@@ -12,6 +13,7 @@ import (
 // what a process in the sandbox can make with unshare.
 type nested struct {
 	jobs chan func()
+	once sync.Once // guards the closing of jobs
 	tid  int
 }
 
@@ -52,10 +54,7 @@ func newNested(t testing.TB, pid int) *nested {
 }
 
 func (n *nested) close() {
-	if n.jobs != nil {
-		close(n.jobs)
-		n.jobs = nil
-	}
+	n.once.Do(func() { close(n.jobs) })
 }
 
 // do runs f inside.

@@ -28,7 +28,7 @@ func FuzzParseStatmount(f *testing.F) {
 		if _, err := b.stat(id, 0, statmountAll); err != nil {
 			f.Fatal(err)
 		}
-		f.Add(b.buf)
+		f.Add(b.buf[:binary.NativeEndian.Uint32(b.buf)])
 	}
 	f.Fuzz(func(t *testing.T, data []byte) {
 		info, err := parseStatmount(data)

@@ -21,7 +21,8 @@ const reexecEnv = "FLUX_MOUNT_REEXEC"
 // one case: it executes the running binary again in the mount namespace of
 // process 1. It does not return then; the new image calls it again, and gets
 // the kept files. In a process that has that namespace already it does nothing
-// and returns keep.
+// and returns keep. (A container without hostPID is its own process 1, so it
+// stays where it is.)
 //
 // The host's namespace does not have the Pod's own files (token, certificates):
 // keep holds, by name (no '=' or ','), what must be open before. The working

@@ -57,7 +57,8 @@ func TestReexecInHostNamespace(t *testing.T) {
 	cmd := exec.Command("/proc/self/exe", "an", "argument")
 	cmd.Env = []string{fmt.Sprintf("%s=%d", reexecTest, os.Getpid()), rootEnv + "=" + t.TempDir()}
 	cmd.SysProcAttr = &syscall.SysProcAttr{Unshareflags: unix.CLONE_NEWNS}
-	out, err := cmd.CombinedOutput()
+	cmd.Stderr = os.Stderr
+	out, err := cmd.Output()
 	want := `args=["an" "argument"] guarded=false hidden=true token=secret <nil> host=true`
 	if got := strings.TrimSpace(string(out)); err != nil || got != want {
 		t.Errorf("%v: %s\nwant %s", err, got, want)

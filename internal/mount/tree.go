@@ -149,7 +149,8 @@ func (t *Tree) SetAttributes(a Attributes) error {
 
 // Sub makes a detached tree of a directory beneath the tree's root, with the
 // tree's attributes. Nothing is created and no symbolic link is followed; the
-// tree itself stays. On kernels before 6.15 the tree's mount is replaced by an
+// tree itself stays. Sub(".") makes an equal tree, for the next user of a source
+// that was prepared once. On kernels before 6.15 the tree's mount is replaced by an
 // equal one, so its Identity changes. Reasons: the SUBPATH_ ones.
 func (t *Tree) Sub(subPath string) (*Tree, error) {
 	const op = "open subPath"

@@ -136,6 +136,12 @@ func TestSub(t *testing.T) {
 			if !placed.ReadOnly || s.do("write", "/inner/file") != "EROFS" {
 				t.Error("the sub tree lost ro")
 			}
+			equal, err := sub(tree, ".")
+			check(t, err)
+			defer equal.Close()
+			if data, err := os.ReadFile(s.path(attach(t, ns, equal, "/equal").Target + "/a/b/file")); string(data) != "content" {
+				t.Errorf("%q, %v", data, err)
+			}
 			// The tree itself can still be used.
 			whole := attach(t, ns, tree, "/whole")
 			if entries, err := os.ReadDir(s.path("/whole/a")); err != nil || len(entries) != 1 {

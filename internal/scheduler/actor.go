@@ -34,6 +34,8 @@ type actor struct {
 	// lifeErr is how the last such command failed, lifeRetry when it is tried again.
 	lifeErr   error
 	lifeRetry retry
+	// moveTo is the node to which the sandbox moves, as its own refused it.
+	moveTo string
 	// refused are the nodes that had no room after all.
 	refused []string
 	// gone: the agent has deleted what it had of the sandbox.
@@ -184,6 +186,7 @@ func (s *Scheduler) actor(sb *v1alpha1.Sandbox) *actor {
 		row := a.status.Volumes[i]
 		v := a.volume(row.Target)
 		v.row = &row
+		v.opID, v.purpose = row.OperationID, "attach "+row.EntryHash
 		v.retry.attempts = row.Attempts
 		if row.NextRetryTime != nil {
 			v.retry.due = row.NextRetryTime.Time

@@ -21,8 +21,9 @@ const (
 // SchedulingWeights weighs the scores of a placement, each from 0 to 100.
 type SchedulingWeights = v1alpha1.SchedulingWeights
 
-// DefaultWeights are those of a group that gives none: being near outweighs an even load.
-var DefaultWeights = SchedulingWeights{Load: 2, Topology: 3, VolumeLocality: 3, Image: 1}
+// DefaultWeights are those of a group that gives none: being near outweighs an even load, and an image that is there
+// already a tenth of it.
+var DefaultWeights = SchedulingWeights{Load: 10, Topology: 20, VolumeLocality: 20, Image: 1}
 
 const (
 	// walk is how many agents of a domain are looked at, in heap order, before the next domain.
@@ -183,4 +184,11 @@ func (e *SandboxSchedulerEngine) score(q *PlacementRequest, m *member, hasVolume
 		total += int(w.Image) * 100
 	}
 	return total
+}
+
+// skewed says whether an agent of the sub-group lacks the capability of dynamic volumes.
+func (e *SandboxSchedulerEngine) skewed() bool {
+	e.registry.mu.Lock()
+	defer e.registry.mu.Unlock()
+	return e.index.lacking > 0
 }

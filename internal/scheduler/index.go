@@ -12,7 +12,7 @@ type candidateIndex struct {
 	pack    bool
 	domains []*domainAgents
 	byName  map[string]*domainAgents
-	// lacking is the number of connected agents without the capability of dynamic volumes.
+	// lacking is the number of agents that said that they cannot do dynamic volumes, also while they are away.
 	lacking int
 }
 
@@ -110,11 +110,11 @@ func (r *InMemoryRegistry) enter(x *candidateIndex, e *agentEntry) {
 	d.placed += m.placed
 	d.members++
 	e.members = append(e.members, m)
+	if m.lacking = e.synced && !slices.Contains(e.capabilities, CapabilityDynamicVolumes); m.lacking {
+		x.lacking++
+	}
 	if !e.connected {
 		return
-	}
-	if m.lacking = !slices.Contains(e.capabilities, CapabilityDynamicVolumes); m.lacking {
-		x.lacking++
 	}
 	m.pos = len(d.heap)
 	d.heap = append(d.heap, m)

@@ -13,6 +13,7 @@ import (
 
 	agentv1 "github.com/flux-sandbox/flux-sandbox/api/proto/agent/v1"
 	"github.com/flux-sandbox/flux-sandbox/internal/fault"
+	"github.com/flux-sandbox/flux-sandbox/internal/store"
 )
 
 // The waits between two tries to follow an agent's inventory.
@@ -78,7 +79,23 @@ func (s *Scheduler) removeAgent(node string) {
 		c.Delete(node)
 	}
 	s.registry.removeAgent(node)
+	s.checkSkew()
 	s.noLongerAwaited(node)
+}
+
+// checkSkew has the sandboxes looked at for which dynamic volumes are now off, or on again, by what their agents
+// can do.
+func (s *Scheduler) checkSkew() {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	for key, r := range s.runtimes {
+		if skewed := r.settings().engine.skewed(); skewed != r.skewed {
+			r.skewed = skewed
+			for _, sb := range s.cache.inGroup(store.Key{Namespace: key.Namespace, Name: key.Group}) {
+				s.queue.add(item{key: sb})
+			}
+		}
+	}
 }
 
 // noLongerAwaited says that ready need not wait for an agent.
@@ -165,6 +182,7 @@ func (s *Scheduler) readInventory(ctx context.Context, a Agent) (heard bool, err
 				"sandboxes", len(u.GetSandboxes()), "mounts", u.GetMountCount(), "capabilities", u.GetCapabilities())
 			s.noLongerAwaited(a.Node)
 			s.retryUnplaced()
+			s.checkSkew()
 		}
 		heard = true
 		s.requeue(a.Node, concerned)

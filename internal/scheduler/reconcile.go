@@ -158,6 +158,12 @@ func (p *pass) lifecycle(ctx context.Context) error {
 		}
 		p.lookAt(t.Time)
 	}
+	if p.a.moveTo != "" {
+		if err := p.settle(ctx, p.a.moveTo); err != nil {
+			return err
+		}
+		p.loadNode()
+	}
 	if st.Node == "" {
 		p.stage = stageAbsent
 		if p.sb.Spec.Paused {
@@ -210,7 +216,6 @@ func (p *pass) findStage() {
 // place gives the sandbox a node. The node is in the store before anything is made there: a crash at any
 // moment does not make two.
 func (p *pass) place(ctx context.Context) error {
-	st := &p.a.status
 	p.mu.Lock()
 	p.unplaced[p.a.key] = struct{}{}
 	ready := p.isReady()
@@ -241,24 +246,35 @@ func (p *pass) place(ctx context.Context) error {
 		}
 		node = decision.Node
 	}
-	old := *st.DeepCopy()
-	st.Node, st.Phase, st.Reason, st.Message = node, v1alpha1.SandboxPending, "", ""
-	p.condition(v1alpha1.ConditionScheduled, true, "Placed", "the sandbox has a node")
-	p.volumes.plan(p)
-	p.compose()
-	if err := p.writeStatus(ctx, func(o *v1alpha1.Sandbox) error {
-		if o.Status.Node != "" && o.Status.Node != node {
-			return fault.New(errdefs.ErrConflict, fault.Conflict, "sandbox %s is on node %s already", p.a.key, o.Status.Node)
-		}
-		return nil
-	}); err != nil {
+	if err := p.settle(ctx, node); err != nil {
 		p.set.undo(p)
-		p.a.status = old
 		return err
 	}
 	p.mu.Lock()
 	delete(p.unplaced, p.a.key)
 	p.mu.Unlock()
+	return nil
+}
+
+// settle writes the sandbox's node, before anything is made there.
+func (p *pass) settle(ctx context.Context, node string) error {
+	st := &p.a.status
+	old, before := *st.DeepCopy(), p.a.written.Node
+	st.Node, st.Phase, st.Reason, st.Message = node, v1alpha1.SandboxPending, "", ""
+	p.condition(v1alpha1.ConditionScheduled, true, "Placed", "the sandbox has a node")
+	p.stage = stageAbsent
+	p.volumes.plan(p)
+	p.compose()
+	if err := p.writeStatus(ctx, func(o *v1alpha1.Sandbox) error {
+		if have := o.Status.Node; have != before && have != node {
+			return fault.New(errdefs.ErrConflict, fault.Conflict, "sandbox %s is on node %q already", p.a.key, have)
+		}
+		return nil
+	}); err != nil {
+		p.a.status = old
+		return err
+	}
+	p.a.moveTo = ""
 	p.log("placed", "node", node)
 	p.event(p.sb, EventNormal, "Scheduled", "placed on node "+node)
 	return nil
@@ -585,8 +601,8 @@ func (p *pass) lifeFailed(r result) {
 	if r.op.verb == verbCreate && fault.ReasonOf(r.err) == fault.NoCapacity && p.registry.state(r.op.node, a.uid) == nil && p.runtime != nil {
 		p.replace(r.op.node)
 	}
-	if p.sb.DeletionTimestamp == nil && !isOver(a.status.Phase) && a.status.Phase != v1alpha1.SandboxPaused {
-		a.status.Phase, a.status.Reason, a.status.Message = v1alpha1.SandboxPending, string(fault.ReasonOf(a.lifeErr)), a.lifeErr.Error()
+	if p.sb.DeletionTimestamp == nil && !isOver(a.status.Phase) && !p.sb.Spec.Paused {
+		a.status.Phase = v1alpha1.SandboxPending
 	}
 }
 
@@ -598,14 +614,13 @@ func (p *pass) replace(node string) {
 	q := &PlacementRequest{UID: a.uid, Requests: p.workload.requests(), Image: p.workload.image, Exclude: a.refused}
 	p.locate(q)
 	p.set.engine.Undo(a.uid)
-	if _, err := p.set.engine.Place(q); err != nil {
+	decision, err := p.set.engine.Place(q)
+	if err != nil {
 		a.refused = nil // each has refused: all are tried again
 		p.registry.place(a.uid, placement{node: node, subGroup: p.key, requests: q.Requests, image: q.Image})
 		return
 	}
-	// The new node is chosen again, and written, by place.
-	p.set.engine.Undo(a.uid)
-	a.status.Node, a.lifeErr, a.lifeRetry = "", nil, retry{}
+	a.moveTo, a.lifeErr, a.lifeRetry = decision.Node, nil, retry{}
 }
 
 // begin sends a command to the sandbox's agent in a goroutine of its own, and has the sandbox looked at again

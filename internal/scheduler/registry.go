@@ -274,6 +274,12 @@ func (r *InMemoryRegistry) placeLocked(uid types.UID, p placement) {
 	}
 }
 
+func (r *InMemoryRegistry) isPlaced(uid types.UID) bool {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	return r.sandboxes[uid] != nil
+}
+
 // unplace forgets where a sandbox is: it is gone, it is over, or its reservation is undone.
 func (r *InMemoryRegistry) unplace(uid types.UID) {
 	r.mu.Lock()

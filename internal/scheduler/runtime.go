@@ -32,7 +32,10 @@ type SSGRuntime struct {
 	// Synced: the store and the agents' inventories were read, so that sandboxes may be placed.
 	Synced bool
 
-	mu       sync.RWMutex // guards all fields but Key, Registry and VolMgr
+	// skewed is whether dynamic volumes were off for an agent's lack; the scheduler's mutex guards it.
+	skewed bool
+
+	mu       sync.RWMutex // guards all fields but Key, Registry, VolMgr and skewed
 	group    v1alpha1.SandboxGroupSpec
 	template v1alpha1.SandboxTemplate
 	selector map[string]string

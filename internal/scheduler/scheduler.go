@@ -252,12 +252,13 @@ func (s *Scheduler) followSandboxes(ctx context.Context, synced chan<- struct{})
 	return ended(ctx)
 }
 
-// account notes where the store says a sandbox is. One that is over takes no room.
+// account notes where the store says a sandbox is, unless that is decided already: the store's word may be older.
+// One that is over takes no room.
 func (s *Scheduler) account(sb *v1alpha1.Sandbox) {
 	switch {
 	case isOver(sb.Status.Phase):
 		s.registry.unplace(sb.UID)
-	case sb.Status.Node != "":
+	case sb.Status.Node != "" && !s.registry.isPlaced(sb.UID):
 		runtime, key := s.runtimeOf(sb)
 		var template v1alpha1.SandboxTemplate
 		if runtime != nil {

@@ -88,7 +88,7 @@ type VolumeConfig struct {
 	DeniedTargets []string `json:"deniedTargets,omitempty"`
 	// BestEffortLimits accepts a sizeLimit that nothing can enforce, and says so in the status, instead of refusing.
 	BestEffortLimits bool `json:"bestEffortLimits,omitempty"`
-	// PrepareRate (in a second; 50 when zero) and PrepareBurst (100) bound how fast sources are prepared.
+	// PrepareRate (in a second; 1000 when zero) and PrepareBurst (1000) bound how fast sources are prepared.
 	PrepareRate  float64 `json:"prepareRate,omitempty"`
 	PrepareBurst int     `json:"prepareBurst,omitempty"`
 }

@@ -222,12 +222,18 @@ func checkTenant(e *v1alpha1.DynamicVolume, c SandboxContext) error {
 }
 
 func checkSubPath(e *v1alpha1.DynamicVolume, _ SandboxContext) error {
-	if e.SubPath == "" {
+	return CheckSubPath(e.SubPath)
+}
+
+// CheckSubPath checks the form of a subPath, which may be empty: a clean relative path that stays inside. Reason:
+// INVALID_SUB_PATH.
+func CheckSubPath(subPath string) error {
+	if subPath == "" {
 		return nil
 	}
-	if why := checkRelative(e.SubPath, maxPath); why != "" {
+	if why := checkRelative(subPath, maxPath); why != "" {
 		return fault.New(errdefs.ErrInvalidArgument, fault.InvalidSubPath,
-			"subPath %q is not valid: %s; write a clean relative path such as models/v1", short(e.SubPath), why)
+			"subPath %q is not valid: %s; write a clean relative path such as models/v1", short(subPath), why)
 	}
 	return nil
 }

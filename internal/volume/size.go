@@ -39,8 +39,8 @@ func ParseSize(s string) (int64, error) {
 	if q.CmpInt64(MaxSize) > 0 {
 		return refuse("it is more than 1Ei")
 	}
-	n, whole := q.AsInt64()
-	if !whole || q.CmpInt64(n) != 0 {
+	n := q.Value() // rounded up
+	if q.CmpInt64(n) != 0 {
 		return refuse("it is no whole number of bytes")
 	}
 	if n < MinSize {

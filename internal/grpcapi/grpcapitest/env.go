@@ -200,7 +200,9 @@ func (e *Env) Await(key store.Key, wished func(*v1alpha1.Sandbox) bool) *v1alpha
 
 func dial(t testing.TB, target string) *grpc.ClientConn {
 	t.Helper()
-	conn, err := grpc.NewClient(target, grpc.WithTransportCredentials(insecure.NewCredentials()))
+	// Fixed windows, so that a test can tell back-pressure from buffering.
+	conn, err := grpc.NewClient(target, grpc.WithTransportCredentials(insecure.NewCredentials()),
+		grpc.WithStaticStreamWindowSize(64<<10), grpc.WithStaticConnWindowSize(64<<10))
 	must(t, err)
 	return conn
 }

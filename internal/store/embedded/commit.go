@@ -118,11 +118,11 @@ func (s *Store) writeBatch(b *batch) (err, broken error) {
 		if err := tx.Bucket(metaBucket).Put(versionKey, version); err != nil {
 			return err
 		}
-		if s.options.beforeCommit != nil {
-			return s.options.beforeCommit()
-		}
-		return nil
+		return s.fault(written)
 	})
+	if err == nil {
+		err = s.fault(committed)
+	}
 	if err == nil {
 		return nil, nil
 	}
@@ -138,6 +138,21 @@ func (s *Store) writeBatch(b *batch) (err, broken error) {
 	broken = fault.New(errdefs.ErrUnavailable, store.Unavailable,
 		"write to the state file %s: %w (it cannot be told what reached the disk, so nothing more is written: check the disk and restart the server)", s.file.Path(), err)
 	return broken, broken
+}
+
+// stage is a place at which a test can make a commit fail.
+type stage int
+
+const (
+	written   stage = iota // the transaction is complete and not committed: its failure undoes it
+	committed              // it is committed: as if its last sync had failed
+)
+
+func (s *Store) fault(at stage) error {
+	if s.options.fault == nil {
+		return nil
+	}
+	return s.options.fault(at)
 }
 
 func parseNumber(b []byte) (uint64, error) {

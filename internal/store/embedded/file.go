@@ -34,6 +34,9 @@ func openFile(path string, options Options) (*bolt.DB, error) {
 	if err != nil && !isNew {
 		return nil, fmt.Errorf("open the state file: %w", err)
 	}
+	if !isNew && !info.Mode().IsRegular() {
+		return nil, fmt.Errorf("open the state file %s: it is not a regular file: %w", path, errdefs.ErrInvalidArgument)
+	}
 	if !isNew && info.Size() > 0 {
 		if err := checkLength(path, options); err != nil {
 			return nil, err

@@ -24,7 +24,20 @@ type kind[T store.Object] struct {
 	empty      func() T
 	copySpec   func(to, from T) // shares memory
 	copyStatus func(to, from T) // shares memory
+	// The two parts that are written apart, so that a write compares its own part only.
+	specPart, statusPart func(T) any
 }
+
+// specPart and statusPart encode as the members of an object that UpdateSpec and UpdateStatus write.
+type (
+	specPart struct {
+		Metadata *metav1.ObjectMeta `json:"metadata"`
+		Spec     any                `json:"spec"`
+	}
+	statusPart struct {
+		Status any `json:"status"`
+	}
+)
 
 var (
 	sandboxKind = kind[*sandbox]{
@@ -34,6 +47,8 @@ var (
 		empty:      func() *sandbox { return &sandbox{} },
 		copySpec:   func(to, from *sandbox) { to.Spec = from.Spec },
 		copyStatus: func(to, from *sandbox) { to.Status = from.Status },
+		specPart:   func(o *sandbox) any { return specPart{&o.ObjectMeta, &o.Spec} },
+		statusPart: func(o *sandbox) any { return statusPart{&o.Status} },
 	}
 	groupKind = kind[*group]{
 		Kind:       store.GroupKind,
@@ -42,6 +57,8 @@ var (
 		empty:      func() *group { return &group{} },
 		copySpec:   func(to, from *group) { to.Spec = from.Spec },
 		copyStatus: func(to, from *group) { to.Status = from.Status },
+		specPart:   func(o *group) any { return specPart{&o.ObjectMeta, &o.Spec} },
+		statusPart: func(o *group) any { return statusPart{&o.Status} },
 	}
 )
 

@@ -23,8 +23,8 @@ type Options struct {
 	// LockTimeout is how long Open waits for another process to let go of the file; 1 s when 0.
 	LockTimeout time.Duration
 
-	// beforeCommit is called when a batch is written and not yet committed; its error undoes the batch.
-	beforeCommit func() error
+	// fault, when not nil, is asked at each stage of a commit whether that fails there.
+	fault func(stage) error
 	// maxFileBytes bounds the file; 0 for no bound.
 	maxFileBytes int
 }

@@ -14,8 +14,8 @@ import (
 func TestConformance(t *testing.T) {
 	storetest.Run(t, func(t *testing.T) storetest.Backend {
 		var countdown atomic.Int64
-		s := open(t, filepath.Join(t.TempDir(), "state.db"), Options{beforeCommit: func() error {
-			if countdown.Add(-1) == 0 {
+		s := open(t, filepath.Join(t.TempDir(), "state.db"), Options{fault: func(at stage) error {
+			if at == written && countdown.Add(-1) == 0 {
 				return errors.New("injected")
 			}
 			return nil

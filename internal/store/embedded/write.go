@@ -63,7 +63,7 @@ func (c *collection[T]) UpdateSpec(ctx context.Context, key store.Key, pre store
 				}
 			}
 		}
-		revised, err := c.revise(key, now, next)
+		revised, err := c.revise(key, now, next, c.kind.specPart)
 		if err == nil && revised != now && deleting && len(next.GetFinalizers()) == 0 {
 			revised.gone = true
 		}
@@ -78,7 +78,7 @@ func (c *collection[T]) UpdateStatus(ctx context.Context, key store.Key, pre sto
 		if err != nil {
 			return nil, err
 		}
-		return c.revise(key, now, next)
+		return c.revise(key, now, next, c.kind.statusPart)
 	})
 }
 
@@ -101,7 +101,7 @@ func (c *collection[T]) Delete(ctx context.Context, key store.Key, pre store.Pre
 		next := copyOf(now.object)
 		next.SetDeletionTimestamp(&metav1.Time{Time: c.store.options.Clock.Now()})
 		next.SetGeneration(now.object.GetGeneration() + 1)
-		return c.revise(key, now, next)
+		return c.revise(key, now, next, c.kind.specPart)
 	})
 	return err
 }
@@ -136,9 +136,9 @@ func (c *collection[T]) changed(key store.Key, now *state[T], pre store.Precondi
 	return next, nil
 }
 
-// revise is the state in which the object is as next; now itself when that changes nothing.
-func (c *collection[T]) revise(key store.Key, now *state[T], next T) (*state[T], error) {
-	p, err := patch.Make(now.object, next, patch.WithRaw(now.raw))
+// revise is the state in which a part of the object is as in next; now itself when that changes nothing.
+func (c *collection[T]) revise(key store.Key, now *state[T], next T, part func(T) any) (*state[T], error) {
+	p, err := patch.Make(part(now.object), part(next), patch.WithRaw(now.raw))
 	if err != nil {
 		return nil, fmt.Errorf("change %s %s: %w", c.kind, key, err)
 	}

@@ -93,14 +93,14 @@ func testFollowDeletions[T store.Object](f *fixture[T]) {
 			f.Fatal(err)
 		}
 	}
-	a := f.create("a")
+	f.create("a")
 	r := f.follow()
 	r.expect(store.Changed, "a")
 	r.expect(store.Synced, "")
 
 	// A change and a deletion that both wait become one event, with the last state; another object of that
 	// name comes after it.
-	a = f.updateSpec(key("a"), f.setSpec("last"))
+	a := f.updateSpec(key("a"), f.setSpec("last"))
 	remove("a")
 	second := f.create("a")
 	gone := r.expect(store.Deleted, "a")

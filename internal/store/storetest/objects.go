@@ -351,7 +351,7 @@ func testPreconditions[T store.Object](f *fixture[T]) {
 // A write that comes between reading and writing makes the update read and compute again; with a version
 // as its precondition it fails.
 func testLostRace[T store.Object](f *fixture[T]) {
-	made := f.create("a")
+	f.create("a")
 	calls := 0
 	meet := func() {
 		if calls++; calls == 1 {
@@ -374,7 +374,7 @@ func testLostRace[T store.Object](f *fixture[T]) {
 		f.Errorf("after %d calls, seen is %q and the status %d; want 2, 5, 5", calls, got.GetLabels()["seen"], *f.status(got))
 	}
 	calls = 0
-	made = f.updateStatus(key("a"), f.setStatus(1))
+	made := f.updateStatus(key("a"), f.setStatus(1))
 	pre := store.Preconditions{ResourceVersion: made.GetResourceVersion()}
 	_, err := f.objects.UpdateSpec(f.ctx, key("a"), pre, func(o T) error { meet(); return f.setSpec("second")(o) })
 	refused(f, err, errdefs.ErrConflict, fault.Conflict)

@@ -219,7 +219,7 @@ func nameOf[T store.Object](e store.Event[T]) string {
 	return e.Object.GetName()
 }
 
-// sameMeta compares what identifies a state of an object.
+// sameState fails unless two objects are one state of one object.
 func (f *fixture[T]) sameState(what string, got, want T) {
 	f.Helper()
 	if got.GetUID() != want.GetUID() || got.GetResourceVersion() != want.GetResourceVersion() ||

@@ -43,7 +43,7 @@ func testUnknownFields(t *testing.T, b Backend) {
 
 	updated, err := all.UpdateSpec(ctx, key("a"), store.Preconditions{}, func(s *v1alpha1.Sandbox) error {
 		s.Labels["l"] = "2"
-		s.Spec.WorkingDir = "/work"
+		s.Spec.WorkingDir = "/srv"
 		s.Spec.VolumeMounts[0].Mode = "ro"
 		d := s.Spec.DynamicVolumes
 		d[1].Detach.RequestID = "r"

@@ -93,7 +93,7 @@ func (s *Source) directoryTree(ctx context.Context, d details, subPath string) (
 		return nil, err
 	}
 	if hangs {
-		// No symlink is followed and ".." is refused, so beneath the prefix is beneath the volume.
+		// No symlink is followed and Tree refused "..": beneath the prefix is beneath the volume.
 		return s.sys.CloneInHelper(ctx, d.Prefix, path.Join(d.Rel, subPath))
 	}
 	dir, err := s.sys.OpenDir(d.Prefix, d.Rel)

@@ -120,6 +120,10 @@ func (s *Source) Tree(ctx context.Context, p volume.Prepared, subPath string) (*
 	if err != nil {
 		return nil, err
 	}
+	// Checked before anything joins it to another path, which would take its ".." away.
+	if err := volume.CheckSubPath(subPath); err != nil {
+		return nil, err
+	}
 	var tree *mount.Tree
 	if d.Backing == BackingImage {
 		tree, err = s.imageTree(ctx, d, subPath)

@@ -4,8 +4,10 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"iter"
 	"os"
 	"path"
+	"strings"
 	"time"
 
 	"github.com/containerd/errdefs"
@@ -193,4 +195,12 @@ func (k *kernel) WaitLoopGone(ctx context.Context, image *os.File) error {
 	ctx, cancel := context.WithTimeout(ctx, releaseWait)
 	defer cancel()
 	return k.loops.WaitGone(ctx, image)
+}
+
+// pathParts are the components of a clean relative path; none for ".".
+func pathParts(rel string) iter.Seq[string] {
+	if rel == "." {
+		return func(func(string) bool) {}
+	}
+	return strings.SplitSeq(rel, "/")
 }

@@ -244,13 +244,13 @@ func testSubPath(t *testing.T, h Harness) {
 	src := h.New(nil)
 	p := prepare(t, src, h)
 	h.Populate(t, p)
-	state := h.State(t)
 	sub := tree(t, src, p, "sub")
 	has(t, sub, "deep")
 	if _, err := sub.Sub("sub-sibling"); err == nil {
 		t.Error("the tree of sub shows what is beside it")
 	}
 	deep := tree(t, src, p, "sub/deep")
+	state := h.State(t)
 	for _, escape := range []string{
 		"..", "../..", "sub/..", "sub/../sub-sibling", "/", "/sub", "/etc", // out, or around
 		"link", "link/etc", "up", "up/..", "inside", "inside/deep", // symlinks, also harmless ones
@@ -265,10 +265,10 @@ func testSubPath(t *testing.T, h Harness) {
 			t.Errorf("subPath %q: %v is not permanent", escape, err)
 		}
 	}
+	sameState(t, h, state, "after refused subPaths")
 	sub.Close()
 	deep.Close()
 	release(t, src, p)
-	sameState(t, h, state, "after refused subPaths")
 }
 
 func testRestart(t *testing.T, h Harness) {
@@ -329,12 +329,14 @@ func testCancelled(t *testing.T, h Harness) {
 		sameState(t, h, before, "after a cancelled prepare")
 	}
 	p := prepare(t, src, h)
+	held := tree(t, src, p, "")
 	state := h.State(t)
 	if tr, err := src.Tree(ctx, p, ""); err == nil {
 		tr.Close()
 	}
-	release(t, src, p)
 	sameState(t, h, state, "after a cancelled tree")
+	held.Close()
+	release(t, src, p)
 }
 
 // testFaults lets every call fail once, in a place of its own, and then goes through the life of a volume with what is

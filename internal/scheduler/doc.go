@@ -1,0 +1,36 @@
+// Package scheduler is the one reconciler: it places sandboxes on nodes, has their agents run them, and attaches
+// and detaches their volumes, until what is equals what the specs say. It is pure Go: the store, the agents, time
+// and the sources of volumes come in as interfaces.
+//
+// # Parts
+//
+//   - Scheduler follows groups, sandboxes and agents, and hands what changed to a few workers by a queue that
+//     never gives one sandbox to two of them.
+//   - SSGRuntime is one sub-group: its Engine places, its VolumeManager attaches and detaches.
+//   - InMemoryRegistry knows what nodes have room for and, by their agents' inventories, what they really have.
+//   - TopologyDomainCache knows the topology domain of each node.
+//
+// # One look at a sandbox
+//
+// Reconciling is level-triggered. A look (type pass) takes over the results of commands that ended, compares the
+// spec with the inventory, orders the commands that are missing, and writes the status if it changed. It never
+// waits for an agent: every command runs in a goroutine of its own, leaves its result in the sandbox's inbox and
+// has the sandbox looked at again. There is one command at a time per sandbox and target, and one about the sandbox
+// as a whole; a call that hangs delays only its own target. A look at a sandbox at rest writes nothing.
+//
+// What is remembered between looks (type actor) can be lost: rows of status carry what failed and when it is tried
+// again, and the inventory says what is mounted.
+//
+// # Order of writes
+//
+//   - The node is in status before anything is made on it, and our finalizer on the sandbox before that.
+//   - An attach costs one write of status, when it has ended; an Attaching row is written only after 250 ms.
+//   - A detach that left nothing takes the entry out of the spec first, then its row out of status.
+//   - A detach that was refused (busy) or is not over (lazy, release pending), and an entry with onFailure Remove
+//     that failed, get their row first; then the spec follows. A crash in between is repaired from the row.
+//
+// # Fencing
+//
+// Every command carries the leader's epoch and the sandbox's UID and generation; an agent refuses what is older
+// than it has seen. A sandbox whose agent is away is left where it is: away is not dead (design, section 8).
+package scheduler

@@ -1,0 +1,270 @@
+package scheduler
+
+import (
+	"context"
+	"fmt"
+	"maps"
+	"slices"
+	"strings"
+
+	"k8s.io/apimachinery/pkg/api/equality"
+	"k8s.io/apimachinery/pkg/api/meta"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+
+	"github.com/flux-sandbox/flux-sandbox/api/sandbox/v1alpha1"
+	"github.com/flux-sandbox/flux-sandbox/internal/fault"
+	"github.com/flux-sandbox/flux-sandbox/internal/store"
+	"github.com/flux-sandbox/flux-sandbox/internal/volume"
+)
+
+// specEdit is a change of an entry that follows from a result. It is made only if the entry is still the one
+// that the result is about.
+type specEdit struct {
+	target, hash string
+	// detach is the request that was answered.
+	detach *v1alpha1.DetachRequest
+	// clear takes the request out of the entry; else the entry is deleted.
+	clear bool
+	// failed: the entry goes as it could not be attached.
+	failed bool
+}
+
+func (d *specEdit) apply(o *v1alpha1.Sandbox) {
+	i := slices.IndexFunc(o.Spec.DynamicVolumes, func(v v1alpha1.DynamicVolume) bool { return v.Target == d.target })
+	if i < 0 {
+		return
+	}
+	v := &o.Spec.DynamicVolumes[i]
+	if volume.EntryHash(v) != d.hash {
+		return
+	}
+	if !d.failed && (v.Detach == nil || *v.Detach != *d.detach) {
+		return
+	}
+	if d.clear {
+		v.Detach = nil
+		return
+	}
+	o.Spec.DynamicVolumes = slices.Delete(o.Spec.DynamicVolumes, i, i+1)
+}
+
+// editSpec makes the changes of the spec that results call for, all in one write: those that come before the
+// status is written, or those after.
+func (p *pass) editSpec(ctx context.Context, after bool) error {
+	var edits []*specEdit
+	for _, v := range p.a.volumes {
+		edit := v.before
+		if after {
+			edit = v.after
+		}
+		if edit != nil {
+			edits = append(edits, edit)
+		}
+	}
+	if len(edits) == 0 {
+		return nil
+	}
+	if err := p.updateSpec(ctx, func(o *v1alpha1.Sandbox) error {
+		for _, d := range edits {
+			d.apply(o)
+		}
+		return nil
+	}); err != nil {
+		return err
+	}
+	for _, v := range p.a.volumes {
+		switch {
+		case after && v.after != nil:
+			v.after, v.answered = nil, nil
+		case !after && v.before != nil:
+			v.before, v.row, v.retained = nil, nil, false
+		}
+	}
+	return nil
+}
+
+// compose puts together the status from what is known.
+func (p *pass) compose() {
+	a := p.a
+	st := &a.status
+	if s := p.state; s != nil {
+		st.ContainerID, st.Restarts, st.ExitCode = s.GetContainerId(), s.GetRestarts(), s.ExitCode
+		if t := s.GetStartedAt(); t != nil {
+			started := seconds(t.AsTime())
+			st.StartTime = &started
+		}
+	}
+	st.Volumes, st.VolumesReady = p.rows()
+	p.explain()
+	mounted, total := p.mountedOf()
+	switch ready := st.Phase == v1alpha1.SandboxRunning && mounted == total && st.Reason == ""; {
+	case ready:
+		p.condition(v1alpha1.ConditionReady, true, "Ready", "the process runs and every volume is mounted")
+	case st.Phase == v1alpha1.SandboxRunning && st.Reason == "":
+		p.condition(v1alpha1.ConditionReady, false, "VolumesNotMounted", fmt.Sprintf("%d of %d volumes are mounted", mounted, total))
+	case st.Reason != "":
+		p.condition(v1alpha1.ConditionReady, false, st.Reason, st.Message)
+	default:
+		p.condition(v1alpha1.ConditionReady, false, string(st.Phase), "")
+	}
+	if !p.busy() {
+		st.ObservedGeneration = p.sb.Generation
+	}
+	p.countVolumes()
+}
+
+// explain gives a sandbox that is pending on its node the reason why.
+func (p *pass) explain() {
+	st := &p.a.status
+	if st.Phase != v1alpha1.SandboxPending || st.Node == "" || p.state.GetPhase() == stateRestarting {
+		return
+	}
+	st.Reason, st.Message = "", ""
+	if err := p.a.lifeErr; err != nil {
+		st.Reason, st.Message = string(fault.ReasonOf(err)), err.Error()
+		return
+	}
+	if row := p.blocking(); row != nil {
+		st.Reason, st.Message = row.Reason, row.Target+": "+row.Message
+		return
+	}
+	if p.unreachable {
+		st.Reason, st.Message = string(fault.AgentUnavailable), "the agent of node "+st.Node+" cannot be reached"
+	}
+}
+
+// blocking is the row of the first volume whose failure keeps the process from being started.
+func (p *pass) blocking() *v1alpha1.VolumeStatus {
+	for _, e := range p.entries {
+		v := p.a.volumes[e.Target]
+		if e.Detach == nil && v != nil && v.row != nil && v.row.Phase == v1alpha1.VolumeFailed && v.row.EntryHash == e.hash && !isGate(v.row.Reason) {
+			return v.row
+		}
+	}
+	return nil
+}
+
+// rows are the rows in the order of the spec, then those without an entry, and "mounted/all".
+func (p *pass) rows() ([]v1alpha1.VolumeStatus, string) {
+	var rows []v1alpha1.VolumeStatus
+	listed := make(map[string]bool, len(p.entries))
+	for _, e := range p.entries {
+		listed[e.Target] = true
+		if v := p.a.volumes[e.Target]; v != nil && v.row != nil {
+			rows = append(rows, *v.row)
+		}
+	}
+	var rest []v1alpha1.VolumeStatus
+	for target, v := range p.a.volumes {
+		if v.row != nil && !listed[target] {
+			rest = append(rest, *v.row)
+		}
+	}
+	slices.SortFunc(rest, func(x, y v1alpha1.VolumeStatus) int { return strings.Compare(x.Target, y.Target) })
+	mounted, total := p.mountedOf()
+	if total == 0 {
+		return append(rows, rest...), ""
+	}
+	return append(rows, rest...), fmt.Sprintf("%d/%d", mounted, total)
+}
+
+// mountedOf counts the volumes that are mounted, and all. One whose attach has just begun does not count yet: it
+// would cost a write.
+func (p *pass) mountedOf() (mounted, total int) {
+	for _, e := range p.entries {
+		v := p.a.volumes[e.Target]
+		current := v != nil && v.row != nil && v.row.EntryHash == e.hash
+		if !current && v != nil && v.op != nil && v.op.verb == verbAttach {
+			continue
+		}
+		total++
+		if current && v.row.Phase == v1alpha1.VolumeMounted {
+			mounted++
+		}
+	}
+	return mounted, total
+}
+
+// busy says whether a command about the sandbox is in flight.
+func (p *pass) busy() bool {
+	if p.a.life != nil {
+		return true
+	}
+	for _, v := range p.a.volumes {
+		if v.op != nil {
+			return true
+		}
+	}
+	return false
+}
+
+// held says whether the status need not be written yet: the sandbox comes up, nothing has failed, nothing
+// takes long, and the write that says that it runs comes soon.
+func (p *pass) held() bool {
+	st := &p.a.status
+	if st.Node == "" || p.a.written.Node != st.Node || st.Reason != "" || !p.busy() || p.sb.DeletionTimestamp != nil || p.sb.Spec.Paused {
+		return false
+	}
+	if p.stage != stageBringUp && p.stage != stageAbsent || st.Phase == v1alpha1.SandboxRunning {
+		return false
+	}
+	for _, v := range p.a.volumes {
+		if v.after != nil || v.op != nil && !p.now.Before(v.op.started.Add(slowAfter)) {
+			return false
+		}
+	}
+	return true
+}
+
+func (p *pass) condition(kind string, is bool, reason, message string) {
+	status := metav1.ConditionFalse
+	if is {
+		status = metav1.ConditionTrue
+	}
+	meta.SetStatusCondition(&p.a.status.Conditions, metav1.Condition{
+		Type: kind, Status: status, Reason: reason, Message: message, LastTransitionTime: seconds(p.now), ObservedGeneration: 0,
+	})
+}
+
+// writeStatus writes the status if it differs from what is in the store. check may refuse.
+func (p *pass) writeStatus(ctx context.Context, check func(*v1alpha1.Sandbox) error) error {
+	a := p.a
+	if equality.Semantic.DeepEqual(&a.status, &a.written) || check == nil && p.held() {
+		return nil
+	}
+	o, err := p.Store.Sandboxes().UpdateStatus(ctx, a.key, store.Preconditions{UID: a.uid}, func(o *v1alpha1.Sandbox) error {
+		if check != nil {
+			if err := check(o); err != nil {
+				return err
+			}
+		}
+		foreign := o.Status.Conditions
+		o.Status = *a.status.DeepCopy()
+		for _, c := range foreign {
+			if meta.FindStatusCondition(o.Status.Conditions, c.Type) == nil {
+				o.Status.Conditions = append(o.Status.Conditions, c)
+			}
+		}
+		return nil
+	})
+	if err != nil {
+		return err
+	}
+	a.written = *a.status.DeepCopy()
+	p.cache.renew(o)
+	return nil
+}
+
+// countVolumes keeps the gauge of mounted dynamic volumes.
+func (p *pass) countVolumes() {
+	now := tally{key: p.key, byType: map[v1alpha1.VolumeType]int{}}
+	for _, row := range p.a.status.Volumes {
+		if row.Kind == v1alpha1.VolumeKindDynamic && row.Phase == v1alpha1.VolumeMounted {
+			now.byType[row.VolumeType]++
+		}
+	}
+	if now.key != p.a.tally.key || !maps.Equal(now.byType, p.a.tally.byType) {
+		p.metrics.count(p.a.tally, now)
+		p.a.tally = now
+	}
+}
