@@ -9,7 +9,8 @@
 //
 // Failpoints work only in a binary built with the tag "failpoint"; in any other, Hit does nothing and
 // costs nothing. The environment variable FLUX_FAILPOINTS arms them: "name=kill" or "name=error(text)"
-// or "name=hang", several separated by ";". "N*" before the action lets the first N-1 hits pass.
+// or "name=hang", or "name=pause(FILE)", which makes FILE and goes on when it is removed; several separated by ";".
+// "N*" before the action lets the first N-1 hits pass.
 package failpoint
 
 import (

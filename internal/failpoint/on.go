@@ -9,14 +9,15 @@ import (
 	"strings"
 	"sync/atomic"
 	"syscall"
+	"time"
 )
 
 // Enabled says whether this binary was built with the tag "failpoint".
 const Enabled = true
 
 type arming struct {
-	action string // "", "kill", "hang" or "error"
-	text   string
+	action string        // "", "kill", "hang", "pause" or "error"
+	text   string        // the error's text, or the pause's file
 	left   *atomic.Int64 // hits until it acts
 }
 
@@ -39,6 +40,8 @@ func parse(name string) arming {
 		switch {
 		case action == "kill", action == "hang":
 			a.action = action
+		case strings.HasPrefix(action, "pause(") && strings.HasSuffix(action, ")"):
+			a.action, a.text = "pause", action[len("pause("):len(action)-1]
 		case strings.HasPrefix(action, "error(") && strings.HasSuffix(action, ")"):
 			a.action, a.text = "error", action[len("error("):len(action)-1]
 		default:
@@ -63,6 +66,25 @@ func (p *Point) Hit() error {
 	case "hang":
 		fmt.Fprintln(os.Stderr, "failpoint: hanging at", p.name)
 		select {}
+	case "pause":
+		pause(p.arm.text)
+		return nil
 	}
 	return fmt.Errorf("failpoint %s: %s", p.name, p.arm.text)
+}
+
+// pauseLook is how often a pause looks whether its file is gone.
+const pauseLook = 5 * time.Millisecond
+
+// pause makes a file, which tells the test that the point was reached, and returns when the test has removed it.
+func pause(file string) {
+	if err := os.WriteFile(file, nil, 0o600); err != nil {
+		panic(err)
+	}
+	for tick := time.NewTicker(pauseLook); ; <-tick.C {
+		if _, err := os.Stat(file); err != nil {
+			tick.Stop()
+			return
+		}
+	}
 }

@@ -107,7 +107,10 @@ func TestCreateWaits(t *testing.T) {
 		e := grpcapitest.Start(t, impatient)
 		e.Scheduler.Set("full:1", grpcapitest.Fate{Reason: fault.NoCapacity, Message: "node-1 is full"})
 		_, err := create(t, e, sandbox("a", image("full:1")), true)
-		wantError(t, err, codes.DeadlineExceeded, fault.OperationPending, "node-1 is full", "fluxctl get a")
+		wantError(t, err, codes.DeadlineExceeded, fault.OperationPending, "fluxctl get a")
+		e.Await(keyOf("a"), func(sb *v1alpha1.Sandbox) bool { return sb.Status.Reason != "" })
+		_, err = e.Sandboxes.PauseSandbox(t.Context(), &sandboxv1.PauseSandboxRequest{Sandbox: named("a"), Wait: true})
+		wantError(t, err, codes.DeadlineExceeded, fault.OperationPending, "node-1 is full")
 	})
 	t.Run("not if it is deleted", func(t *testing.T) {
 		e := grpcapitest.Start(t, nil)
@@ -223,9 +226,14 @@ func TestWatchSandboxes(t *testing.T) {
 	noError(t, err)
 	one, err := e.Sandboxes.WatchSandboxes(ctx, &sandboxv1.WatchSandboxesRequest{Sandbox: named("b")})
 	noError(t, err)
-	next(all, sandboxv1.SandboxEvent_UPDATED, "a")
-	next(all, sandboxv1.SandboxEvent_UPDATED, "b")
-	next(all, sandboxv1.SandboxEvent_SYNCED, "")
+	there := map[string]bool{}
+	for m, err := all.Recv(); m.GetType() != sandboxv1.SandboxEvent_SYNCED; m, err = all.Recv() {
+		noError(t, err)
+		there[m.Sandbox.Name] = true
+	}
+	if !there["a"] || !there["b"] {
+		t.Errorf("before SYNCED there came only %v", there)
+	}
 	m, err := elsewhere.Recv()
 	noError(t, err)
 	if m.Type != sandboxv1.SandboxEvent_SYNCED {

@@ -34,6 +34,10 @@ type actor struct {
 	// lifeErr is how the last such command failed, lifeRetry when it is tried again.
 	lifeErr   error
 	lifeRetry retry
+	// done is the last such command that succeeded. The inventory may be late: it is not given again before
+	// doneUntil, whatever the inventory says.
+	done      verb
+	doneUntil time.Time
 	// moveTo is the node to which the sandbox moves, as its own refused it.
 	moveTo string
 	// refused are the nodes that had no room after all.
@@ -79,6 +83,10 @@ type volumeState struct {
 	// topology is how the volume's domain compared when it was attached.
 	topology topologyResult
 	resolved *ResolvedVolume
+	// unsure is set when an attach was answered and the inventory may have said since that the mount is gone:
+	// the message after which it has to be confirmed, and until when.
+	unsure    uint64
+	confirmBy time.Time
 }
 
 // operationID keeps one id through the attempts of one operation.
@@ -113,7 +121,9 @@ type operation struct {
 	node       string
 	generation int64
 	started    time.Time
-	cancel     context.CancelCauseFunc
+	// heard is what the inventory had said before the command.
+	heard  uint64
+	cancel context.CancelCauseFunc
 
 	target string
 	// entry is the volume that is attached, or that is detached because its entry asks for it.

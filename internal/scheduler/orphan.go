@@ -50,6 +50,6 @@ func (s *Scheduler) collect(ctx context.Context, it item) {
 			return
 		}
 		s.metrics.operations.WithLabelValues(string(verbDelete), "OK").Inc()
-		s.registry.setState(it.node, it.uid, nil)
+		s.registry.dropState(it.node, it.uid)
 	})
 }

@@ -419,6 +419,9 @@ func (p *pass) bringUp() {
 		return
 	}
 	if p.stage == stageBringUp {
+		if p.late() {
+			return
+		}
 		if st.Phase == v1alpha1.SandboxRunning || st.Phase == v1alpha1.SandboxLost {
 			st.Phase, st.Reason, st.Message = v1alpha1.SandboxPending, "", ""
 		}
@@ -533,6 +536,9 @@ func (v *volumeState) lets(e *entry) bool {
 
 // order sends a command about the sandbox as a whole.
 func (p *pass) order(v verb) {
+	if v == p.a.done && p.late() {
+		return
+	}
 	op := &operation{verb: v, id: newOperationID()}
 	p.a.life = op
 	sb, client := p.sb, p.agent.Client
@@ -558,6 +564,15 @@ func (p *pass) order(v verb) {
 	})
 }
 
+// late says whether the inventory may not have told yet what the last command did.
+func (p *pass) late() bool {
+	if p.now.Before(p.a.doneUntil) {
+		p.lookAt(p.a.doneUntil)
+		return true
+	}
+	return false
+}
+
 // absorb takes over how an operation ended.
 func (p *pass) absorb(r result) {
 	outcome := "OK"
@@ -579,11 +594,12 @@ func (p *pass) absorb(r result) {
 		return
 	}
 	a.lifeErr, a.lifeRetry.due = nil, time.Time{}
+	a.done, a.doneUntil = r.op.verb, p.now.Add(confirmAfter)
 	if r.op.verb == verbDelete {
 		a.gone = true
-		p.registry.setState(r.op.node, a.uid, nil)
+		p.registry.dropState(r.op.node, a.uid)
 	} else if r.state != nil {
-		p.registry.setState(r.op.node, a.uid, r.state)
+		p.registry.setState(r.op.node, a.uid, r.state, r.op.heard)
 	}
 	p.log(string(r.op.verb)+" done", "node", r.op.node, "operation", r.op.id, "took", p.now.Sub(r.op.started))
 }
@@ -627,6 +643,7 @@ func (p *pass) replace(node string) {
 // when it has ended.
 func (p *pass) begin(op *operation, timeout time.Duration, run func(context.Context, *agentv1.Command) result) {
 	op.node, op.generation, op.started = p.a.status.Node, p.sb.Generation, p.now
+	op.heard = p.registry.heard(op.node, p.a.uid)
 	ctx, cancel := context.WithCancelCause(p.base)
 	op.cancel = cancel
 	command := &agentv1.Command{

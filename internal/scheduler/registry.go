@@ -38,8 +38,11 @@ type agentEntry struct {
 	changed           time.Time
 	capabilities      []string
 	states            map[types.UID]*agentv1.SandboxState
-	prepared          map[string]struct{}
-	images            map[string]int
+	// said counts the inventory's messages; about is the last about each sandbox, all the last about all.
+	said, all uint64
+	about     map[types.UID]uint64
+	prepared  map[string]struct{}
+	images    map[string]int
 	// What sandboxes that are placed here ask for together.
 	sandboxes, cpuMilli, memoryBytes int64
 	load                             float64
@@ -81,6 +84,7 @@ func (r *InMemoryRegistry) putAgent(a Agent, now time.Time) {
 		e = &agentEntry{
 			changed:  now,
 			states:   map[types.UID]*agentv1.SandboxState{},
+			about:    map[types.UID]uint64{},
 			prepared: map[string]struct{}{},
 			images:   map[string]int{},
 		}
@@ -155,7 +159,10 @@ func (r *InMemoryRegistry) applyInventory(node string, u *agentv1.InventoryUpdat
 		return nil
 	}
 	var concerned []types.UID
+	e.said++
 	if u.GetFull() {
+		e.all = e.said
+		clear(e.about)
 		concerned = r.onNode(e) // those that the agent forgot are among them
 		clear(e.states)
 		for key := range e.prepared {
@@ -169,8 +176,11 @@ func (r *InMemoryRegistry) applyInventory(node string, u *agentv1.InventoryUpdat
 		uid := types.UID(s.GetUid())
 		if s.GetRemoved() {
 			delete(e.states, uid)
+			delete(e.about, uid)
+			e.all = e.said
 		} else {
 			e.states[uid] = s
+			e.about[uid] = e.said
 		}
 		concerned = append(concerned, uid)
 	}
@@ -205,35 +215,90 @@ func (r *InMemoryRegistry) state(node string, uid types.UID) *agentv1.SandboxSta
 	return nil
 }
 
-// setState takes over what an agent answered to a command; nil for a sandbox that is gone. The inventory says
-// the same, later.
-func (r *InMemoryRegistry) setState(node string, uid types.UID, s *agentv1.SandboxState) {
+// heard is the number of the inventory's last message that may concern the sandbox. The answer to a command and
+// the inventory come by two ways: an answer is known to be the newer word only if this did not change since before
+// the command.
+func (r *InMemoryRegistry) heard(node string, uid types.UID) uint64 {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	e := r.agents[node]
-	switch {
-	case e == nil:
-	case s == nil:
-		delete(e.states, uid)
-	default:
+	if e := r.agents[node]; e != nil {
+		return e.heard(uid)
+	}
+	return 0
+}
+
+func (e *agentEntry) heard(uid types.UID) uint64 { return max(e.all, e.about[uid]) }
+
+// setState takes over what an agent answered to a command about a sandbox, unless the inventory spoke since before
+// the command: it says the same, or something newer, or will.
+func (r *InMemoryRegistry) setState(node string, uid types.UID, s *agentv1.SandboxState, since uint64) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if e := r.agents[node]; e != nil && e.heard(uid) == since {
 		e.states[uid] = s
 	}
 }
 
-// setVolume takes over what an agent answered about one volume; a nil record for one that is gone.
-func (r *InMemoryRegistry) setVolume(node string, uid types.UID, target string, record *agentv1.MountRecord) {
+// dropState notes that an agent has deleted a sandbox.
+func (r *InMemoryRegistry) dropState(node string, uid types.UID) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if e := r.agents[node]; e != nil {
+		delete(e.states, uid)
+	}
+}
+
+// addVolume takes over an attached volume, unless the inventory knows better: it lists the target, or the
+// sandbox has no task any more. sure is false when the inventory spoke since before the command and does not list
+// it: then either it will, or the mount is gone again already.
+func (r *InMemoryRegistry) addVolume(node string, uid types.UID, record *agentv1.MountRecord, since uint64) (sure bool) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	e := r.agents[node]
+	if e == nil || e.states[uid] == nil {
+		return true
+	}
+	s, target := e.states[uid], record.GetTarget()
+	quiet := e.heard(uid) == since
+	listed := slices.ContainsFunc(s.GetVolumes(), func(m *agentv1.MountRecord) bool { return m.GetTarget() == target })
+	if !quiet && (listed || s.GetPhase() != stateRunning && s.GetPhase() != stateCreated) {
+		return true
+	}
+	e.states[uid] = withVolume(s, target, record)
+	return quiet
+}
+
+// leaveVolume takes over a volume that is detached and not quite gone, unless the inventory says that it is gone.
+func (r *InMemoryRegistry) leaveVolume(node string, uid types.UID, record *agentv1.MountRecord, since uint64) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	e := r.agents[node]
 	if e == nil || e.states[uid] == nil {
 		return
 	}
-	s := proto.CloneOf(e.states[uid])
+	s, target := e.states[uid], record.GetTarget()
+	if e.heard(uid) == since || slices.ContainsFunc(s.GetVolumes(), func(m *agentv1.MountRecord) bool { return m.GetTarget() == target }) {
+		e.states[uid] = withVolume(s, target, record)
+	}
+}
+
+// dropVolume takes over that a volume is gone. Nobody but us makes it come back.
+func (r *InMemoryRegistry) dropVolume(node string, uid types.UID, target string) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if e := r.agents[node]; e != nil && e.states[uid] != nil {
+		e.states[uid] = withVolume(e.states[uid], target, nil)
+	}
+}
+
+// withVolume is a state with another record for a target; none when it is nil.
+func withVolume(s *agentv1.SandboxState, target string, record *agentv1.MountRecord) *agentv1.SandboxState {
+	s = proto.CloneOf(s)
 	s.Volumes = slices.DeleteFunc(s.Volumes, func(m *agentv1.MountRecord) bool { return m.GetTarget() == target })
 	if record != nil {
 		s.Volumes = append(s.Volumes, record)
 	}
-	e.states[uid] = s
+	return s
 }
 
 // nodeOf is a node whose inventory lists the sandbox; empty when none does.

@@ -27,6 +27,8 @@ const (
 	slowAfter = 250 * time.Millisecond
 	// keepFailed is how long the row of an entry with onFailure Remove stays (contracts, "Volume entry").
 	keepFailed = 5 * time.Minute
+	// confirmAfter is how long the inventory may take to list a mount that an answer speaks of.
+	confirmAfter = time.Second
 	// unplacedRetry is when a sandbox that found no node is looked at again even if nothing changed.
 	unplacedRetry = 30 * time.Second
 

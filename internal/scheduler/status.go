@@ -202,7 +202,7 @@ func (p *pass) busy() bool {
 // takes long, and the write that says that it runs comes soon.
 func (p *pass) held() bool {
 	st := &p.a.status
-	if st.Node == "" || p.a.written.Node != st.Node || st.Reason != "" || !p.busy() || p.sb.DeletionTimestamp != nil || p.sb.Spec.Paused {
+	if st.Node == "" || p.a.written.Node != st.Node || st.Reason != "" || !p.busy() && !p.late() || p.sb.DeletionTimestamp != nil || p.sb.Spec.Paused {
 		return false
 	}
 	if p.stage != stageBringUp && p.stage != stageAbsent || st.Phase == v1alpha1.SandboxRunning {

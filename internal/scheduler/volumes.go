@@ -115,6 +115,10 @@ func (m *VolumeManager) planAttach(p *pass, v *volumeState, e *entry, have *agen
 	v.answered = nil
 	if have != nil && have.GetPhase() == recordMounted && have.GetEntryHash() == e.hash {
 		m.mounted(p, v, e, have)
+		if m.confirmed(p, v) || p.stage != stageRunning {
+			return
+		}
+		m.attach(p, v, e) // it is a no-op if the mount is there
 		return
 	}
 	if p.stage != stageBringUp && p.stage != stageRunning {
@@ -200,6 +204,22 @@ func (m *VolumeManager) mounted(p *pass, v *volumeState, e *entry, have *agentv1
 	row.Topology, row.VolumeDomain, row.SandboxDomain = v.topology.result, v.topology.volume, v.topology.sandbox
 	v.over()
 	m.setPhase(p, v, row, v1alpha1.VolumeMounted)
+}
+
+// confirmed says whether a mount need not be asked for again: the inventory has spoken since the answer that told
+// of it, or still may.
+func (m *VolumeManager) confirmed(p *pass, v *volumeState) bool {
+	switch {
+	case v.unsure == 0:
+		return true
+	case p.registry.heard(p.a.status.Node, p.a.uid) != v.unsure:
+		v.unsure = 0
+		return true
+	case p.now.Before(v.confirmBy):
+		p.lookAt(v.confirmBy)
+		return true
+	}
+	return false
 }
 
 // gate says whether new dynamic volumes are refused: the group is gone, its gate is off, or one of its agents
@@ -452,7 +472,10 @@ func (m *VolumeManager) attached(p *pass, v *volumeState, r result) {
 		m.failedBy(p, v, e, r)
 		return
 	}
-	p.registry.setVolume(r.op.node, p.a.uid, r.op.target, record)
+	v.unsure = 0
+	if !p.registry.addVolume(r.op.node, p.a.uid, record, r.op.heard) {
+		v.unsure, v.confirmBy = p.registry.heard(r.op.node, p.a.uid), p.now.Add(confirmAfter)
+	}
 	if !r.already {
 		p.metrics.observe(record.GetStages())
 		if v.topology.result == v1alpha1.TopologyForced {
@@ -559,11 +582,11 @@ func (m *VolumeManager) detached(p *pass, v *volumeState, r result) {
 		state = v1alpha1.DetachReleasePending
 	}
 	if gone {
-		p.registry.setVolume(r.op.node, p.a.uid, r.op.target, nil)
+		p.registry.dropVolume(r.op.node, p.a.uid, r.op.target)
 	} else {
-		p.registry.setVolume(r.op.node, p.a.uid, r.op.target, &agentv1.MountRecord{
+		p.registry.leaveVolume(r.op.node, p.a.uid, &agentv1.MountRecord{
 			Target: r.op.target, EntryHash: r.op.hash, OperationId: r.op.id, Phase: recordDetaching, DetachState: string(state),
-		})
+		}, r.op.heard)
 	}
 	m.log(p, "detached", described, v, r, nil)
 	if answer != agentv1.DetachResponse_ABSENT {

@@ -7,8 +7,6 @@ import (
 	"os"
 
 	"github.com/prometheus/client_golang/prometheus"
-
-	"github.com/flux-sandbox/flux-sandbox/internal/containers"
 )
 
 // Reset removes every sandbox of the machine and everything that flux-sandbox keeps: containers, images, the own
@@ -28,12 +26,8 @@ func Reset(ctx context.Context, config Config) error {
 	if err != nil {
 		return fmt.Errorf("remove the sandboxes: %w", err)
 	}
-	if config.Containerd.Address == "" {
-		child, err := containers.StartContainerd(ctx, config.child())
-		if err != nil {
-			return err
-		}
-		if err := child.Stop(ctx); err != nil {
+	if n.child != nil {
+		if err := n.child.Stop(ctx); err != nil {
 			return err
 		}
 	}

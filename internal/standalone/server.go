@@ -79,6 +79,12 @@ func Run(ctx context.Context, config Config, reload Reload, ready func(address s
 	}
 
 	group, ctx := errgroup.WithContext(ctx)
+	if node.child != nil {
+		group.Go(func() error {
+			node.child.Supervise(ctx, log)
+			return nil
+		})
+	}
 	group.Go(func() error { return sched.Run(ctx) })
 	group.Go(func() error { return followReload(ctx, database, reload, log) })
 	if config.MetricsListen != "" {
@@ -112,6 +118,7 @@ func Run(ctx context.Context, config Config, reload Reload, ready func(address s
 type node struct {
 	config  Config
 	sources map[v1alpha1.VolumeType]volume.Source
+	child   *containers.Child // our own containerd, or nil
 	runtime *containers.Runtime
 	agent   *agent.Agent
 	server  *grpc.Server
@@ -133,7 +140,7 @@ func openNode(ctx context.Context, config Config, log *slog.Logger, registry pro
 		return nil, invalid("volumes.local: %w", err)
 	}
 	n := &node{config: config, sources: map[v1alpha1.VolumeType]volume.Source{v1alpha1.VolumeTypeLocal: source}}
-	if n.runtime, err = openContainers(ctx, config); err != nil {
+	if err := n.openContainers(ctx); err != nil {
 		return nil, err
 	}
 	n.agent, err = agent.Open(ctx, agent.Config{
@@ -199,21 +206,21 @@ func (n *node) available(t v1alpha1.VolumeType) bool {
 }
 
 // openContainers opens the containerd that the configuration names, or our own, which is started if need be.
-func openContainers(ctx context.Context, config Config) (*containers.Runtime, error) {
+func (n *node) openContainers(ctx context.Context) (err error) {
+	config := n.config
 	address := config.Containerd.Address
 	if address == "" {
-		child, err := containers.StartContainerd(ctx, config.child())
-		if err != nil {
-			return nil, err
+		if n.child, err = containers.StartContainerd(ctx, config.child()); err != nil {
+			return err
 		}
-		address = child.Address()
+		address = n.child.Address()
 	}
 	self, err := os.Executable()
 	if err != nil {
-		return nil, err
+		return err
 	}
 	helpers := filepath.Dir(self)
-	return containers.Open(ctx, containers.Config{
+	n.runtime, err = containers.Open(ctx, containers.Config{
 		Address: address, Namespace: config.Containerd.Namespace, Snapshotter: config.Containerd.Snapshotter,
 		AllowPull: config.Containerd.AllowPull, StateDir: config.sandboxState(), RunDir: config.containersRun(),
 		InitPath: filepath.Join(helpers, "flux-sandbox-init"), LoggerPath: filepath.Join(helpers, "flux-sandbox-logger"),
@@ -221,6 +228,7 @@ func openContainers(ctx context.Context, config Config) (*containers.Runtime, er
 		LogMaxSize: config.Sandboxes.LogMaxSize, LogMaxFiles: config.Sandboxes.LogMaxFiles,
 		Steps: agent.ContainerSteps(),
 	})
+	return err
 }
 
 func (c Config) child() containers.ChildConfig {

@@ -64,7 +64,8 @@ type Prepared struct {
 //	journal: forget
 //
 // The agent may die between any two of them. After its start it calls Sweep with what the journal records,
-// then goes on where the journal says. An intent without a result is prepared again, also where it is then released.
+// then goes on where the journal says. What a Prepare left that was cut off is removed by Sweep, or taken over by the
+// next Prepare of that volume.
 //
 // Calls for one key never overlap; calls for different keys do, so that methods must be safe for that.
 // Every call honours its context, also where it waits for the kernel.

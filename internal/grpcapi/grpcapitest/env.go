@@ -166,12 +166,15 @@ func Groups() []*v1alpha1.SandboxGroup {
 	return []*v1alpha1.SandboxGroup{group("default", true), group("off", false), strict, parts}
 }
 
-// Run creates a sandbox and waits until it runs.
+// Run creates a sandbox and waits until it is no longer Pending.
 func (e *Env) Run(sb *sandboxv1.Sandbox) *sandboxv1.Sandbox {
 	e.t.Helper()
-	got, err := e.Sandboxes.CreateSandbox(e.t.Context(), &sandboxv1.CreateSandboxRequest{Sandbox: sb, Wait: true})
+	created, err := e.Sandboxes.CreateSandbox(e.t.Context(), &sandboxv1.CreateSandboxRequest{Sandbox: sb})
 	must(e.t, err)
-	return got
+	e.Await(store.Key{Namespace: created.Namespace, Name: created.Name}, func(sb *v1alpha1.Sandbox) bool {
+		return sb.Status.Phase != "" && sb.Status.Phase != v1alpha1.SandboxPending
+	})
+	return created
 }
 
 // Dump is everything in the store, as text.

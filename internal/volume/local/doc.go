@@ -20,7 +20,9 @@
 //
 // directory: the source exists, or the volume is refused; it is never made. A sizeLimit is enforced by the project
 // quota of its filesystem (Quota), or by a filesystem that is no larger itself (Capacity). Where neither can, the
-// volume is refused unless the policy says BestEffort.
+// volume is refused unless the policy says BestEffort. A quota goes with the last user. One that a killed process set
+// and nobody recorded stays on its directory: the next Prepare takes it over if it asks for the same limit, and is
+// refused with both figures if it does not.
 //
 // image: the source <root>/<name> is the file <root>/<name>.img, a filesystem of its own that is made at first use
 // by its owner, in mode rw, with sizeLimit as its size. A later request asks for that size or for none. The root
