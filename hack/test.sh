@@ -29,7 +29,7 @@ tests() { # tests NAME GO-TEST-ARGUMENT…
 	local name=$1 start=$SECONDS
 	shift
 	echo "== $name"
-	go test -json -timeout 30m $flags ${TESTFLAGS:-} "$@" 2>&1 | bin/hack/testsummary -tally "$tally"
+	go test -json -timeout 20m $flags ${TESTFLAGS:-} "$@" 2>&1 | bin/hack/testsummary -tally "$tally"
 	[ "${PIPESTATUS[*]}" = "0 0" ] || failed+=("$name")
 	echo "== $name: $((SECONDS - start)) s"
 }

@@ -215,6 +215,14 @@ func (p *preparedVolumes) releaseOnce(rec journal.Prepared) error {
 	if !ok {
 		return unavailableType(rec.Request.Type)
 	}
+	if rec.Phase == journal.Preparing {
+		// Cut off by the end of the process. How far it came is known when it is done again.
+		var err error
+		if rec.Prepared, err = src.Prepare(p.stopping, rec.Request); err != nil {
+			p.log.Info("a preparation that was cut off cannot be done again, and left nothing behind", "volumeKey", rec.Key, "error", err)
+			return p.journal.Write(journal.Change{DeletePrepared: []string{rec.Key}})
+		}
+	}
 	if held, err := p.held(rec); err != nil {
 		return err
 	} else if held {

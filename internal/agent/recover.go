@@ -137,25 +137,14 @@ func (a *Agent) recoverVolume(ctx context.Context, v journal.Volume) error {
 	return a.updater.forget(v)
 }
 
-// recoverPrepared settles what was being prepared or released: both are idempotent, so a cut-off preparation without
-// a user is released, and one with a user is ready to be prepared again.
+// recoverPrepared settles what was being prepared or released: both are idempotent, so either is done again, and undone
+// when nobody uses it. That is the reaper's work, as sources may hang.
 func (a *Agent) recoverPrepared(context.Context) error {
 	for _, p := range a.journal.AllPrepared() {
-		switch p.Phase {
-		case journal.Preparing:
-			// Nothing of it is in use: users come after Ready. What it left is swept by its source.
-			if err := a.journal.Write(journal.Change{DeletePrepared: []string{p.Key}}); err != nil {
-				return err
-			}
-		case journal.Releasing:
-			if len(a.journal.Users(p.Key)) > 0 {
-				return fault.New(errdefs.ErrInternal, fault.Internal, "volume %s was being released while it had users", p.Key)
-			}
+		if len(a.journal.Users(p.Key)) == 0 {
 			a.reaper.wake(p.Key)
-		default:
-			if len(a.journal.Users(p.Key)) == 0 {
-				a.reaper.wake(p.Key)
-			}
+		} else if p.Phase == journal.Releasing {
+			return fault.New(errdefs.ErrInternal, fault.Internal, "volume %s was being released while it had users", p.Key)
 		}
 	}
 	return nil

@@ -120,14 +120,13 @@ func (e *execution) request(ctx context.Context, spec ExecSpec, streams ExecIO) 
 		return nil, err
 	}
 	request := &tasksapi.ExecProcessRequest{ContainerID: e.uid, ExecID: e.id, Spec: encoded}
+	if streams.Stdin == nil && streams.Stdout == nil && streams.Stderr == nil {
+		return request, nil
+	}
+	// The shim wants both outputs or none.
+	request.Stdout, request.Stderr = filepath.Join(e.dir, "stdout"), filepath.Join(e.dir, "stderr")
 	if streams.Stdin != nil {
 		request.Stdin = filepath.Join(e.dir, "stdin")
-	}
-	if streams.Stdout != nil {
-		request.Stdout = filepath.Join(e.dir, "stdout")
-	}
-	if streams.Stderr != nil {
-		request.Stderr = filepath.Join(e.dir, "stderr")
 	}
 	return request, nil
 }
@@ -175,6 +174,9 @@ func (e *execution) run(ctx context.Context, request *tasksapi.ExecProcessReques
 // startError sorts out the runtime's refusals of a command that it cannot run: they are the caller's mistake.
 func (e *execution) startError(err error) error {
 	text := err.Error()
+	if !strings.Contains(text, "OCI runtime exec failed") {
+		return err
+	}
 	for _, sign := range []string{"executable file not found", "no such file or directory", "permission denied", "not a directory", "is a directory", "exec format error"} {
 		if strings.Contains(text, sign) {
 			return fault.New(errdefs.ErrInvalidArgument, fault.InvalidRequest, "cannot run the command: %s", text)
@@ -193,7 +195,10 @@ func (e *execution) copyOutput(streams ExecIO) <-chan struct{} {
 	}
 	var copies sync.WaitGroup
 	start := func(to io.Writer, from io.ReadCloser) {
-		if to != nil && from != nil {
+		if to == nil {
+			to = io.Discard
+		}
+		if from != nil {
 			copies.Go(func() {
 				if _, err := io.Copy(to, from); err != nil {
 					// The caller's writer failed. The command must see a closed pipe, not block on a full one.

@@ -34,6 +34,8 @@ type actor struct {
 	// lifeErr is how the last such command failed, lifeRetry when it is tried again.
 	lifeErr   error
 	lifeRetry retry
+	// lifeGeneration is the spec's generation that it failed with.
+	lifeGeneration int64
 	// done is the last such command that succeeded. The inventory may be late: it is not given again before
 	// doneUntil, whatever the inventory says.
 	done      verb
@@ -87,6 +89,8 @@ type volumeState struct {
 	// the message after which it has to be confirmed, and until when.
 	unsure    uint64
 	confirmBy time.Time
+	// settleBy is until when a detach that is under way on the node is waited for.
+	settleBy time.Time
 }
 
 // operationID keeps one id through the attempts of one operation.

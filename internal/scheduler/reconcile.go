@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"slices"
+	"strings"
 	"time"
 
 	"github.com/containerd/errdefs"
@@ -376,6 +377,9 @@ func (p *pass) deleting() {
 
 // waits says whether the next command about the sandbox as a whole has to wait after a failure.
 func (p *pass) waits() bool {
+	if p.sb.Generation != p.a.lifeGeneration {
+		return false // the spec changed: that may have been the cause
+	}
 	if p.now.Before(p.a.lifeRetry.due) {
 		p.lookAt(p.a.lifeRetry.due)
 		return true
@@ -385,7 +389,8 @@ func (p *pass) waits() bool {
 
 // pausing stops the process and has the agent detach everything.
 func (p *pass) pausing() {
-	stopped := p.state == nil || p.state.GetPhase() == stateStopped && len(p.state.GetVolumes()) == 0
+	stopped := p.state == nil || p.state.GetPhase() == stateStopped &&
+		!slices.ContainsFunc(p.state.GetVolumes(), func(m *agentv1.MountRecord) bool { return m.GetPhase() == recordMounted })
 	if stopped && p.a.life == nil {
 		p.paused()
 		return
@@ -468,6 +473,11 @@ func (p *pass) running() {
 		return
 	}
 	st.Reason, st.Message = stateRestarting, p.state.GetMessage()
+	if reason := p.state.GetReason(); st.Message != "" && reason == strings.ToUpper(reason) {
+		// The restart itself fails, for a volume or whatever. The reasons of an exit are in CamelCase.
+		st.Phase, st.Reason = v1alpha1.SandboxPending, reason
+		return
+	}
 	for _, m := range p.state.GetVolumes() {
 		if m.GetPhase() == recordFailed {
 			st.Phase, st.Reason, st.Message = v1alpha1.SandboxPending, m.GetReason(), m.GetTarget()+": "+m.GetMessage()
@@ -609,7 +619,7 @@ func (p *pass) lifeFailed(r result) {
 	if errors.Is(r.err, errSandboxGone) || errors.Is(r.err, errPausing) {
 		return // abandoned by us
 	}
-	a.lifeErr = r.err
+	a.lifeErr, a.lifeGeneration = r.err, r.op.generation
 	a.lifeRetry.failed(p.now)
 	p.Logger.Warn("the agent could not "+string(r.op.verb)+" the sandbox", "sandbox", a.key.String(), "tenant", p.sb.Spec.TenantID,
 		"node", r.op.node, "operation", r.op.id, "reason", fault.ReasonOf(r.err), "error", r.err)

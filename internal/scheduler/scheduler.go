@@ -29,6 +29,8 @@ const (
 	keepFailed = 5 * time.Minute
 	// confirmAfter is how long the inventory may take to list a mount that an answer speaks of.
 	confirmAfter = time.Second
+	// settleAfter is how long an agent may be in the middle of a detach that nobody waits for.
+	settleAfter = 5 * time.Second
 	// unplacedRetry is when a sandbox that found no node is looked at again even if nothing changed.
 	unplacedRetry = 30 * time.Second
 

@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"slices"
 	"strings"
+	"time"
 
 	"github.com/containerd/errdefs"
 
@@ -45,7 +46,10 @@ func (m *VolumeManager) plan(p *pass) {
 	}
 	have := make(map[string]*agentv1.MountRecord, len(p.entries))
 	for _, r := range p.state.GetVolumes() {
-		have[r.GetTarget()] = r
+		// What is left of a lazy detach may lie beside the volume that came after it.
+		if have[r.GetTarget()] == nil || !leaving(r) {
+			have[r.GetTarget()] = r
+		}
 		p.a.volume(r.GetTarget())
 	}
 	if p.sb.DeletionTimestamp != nil {
@@ -114,6 +118,7 @@ func (m *VolumeManager) setPhase(p *pass, v *volumeState, row *v1alpha1.VolumeSt
 func (m *VolumeManager) planAttach(p *pass, v *volumeState, e *entry, have *agentv1.MountRecord) {
 	v.answered = nil
 	if have != nil && have.GetPhase() == recordMounted && have.GetEntryHash() == e.hash {
+		v.settleBy = time.Time{}
 		m.mounted(p, v, e, have)
 		if m.confirmed(p, v) || p.stage != stageRunning {
 			return
@@ -139,9 +144,13 @@ func (m *VolumeManager) planAttach(p *pass, v *volumeState, e *entry, have *agen
 		return
 	}
 	if have != nil && (have.GetEntryHash() != e.hash || have.GetPhase() == recordDetaching) {
+		if have.GetEntryHash() == e.hash && !leaving(have) && m.settles(p, v) {
+			return
+		}
 		m.makeRoom(p, v, e, have)
 		return
 	}
+	v.settleBy = time.Time{}
 	if e.invalid != nil {
 		m.failed(p, v, e, e.invalid)
 		return
@@ -279,6 +288,19 @@ func (m *VolumeManager) makeRoom(p *pass, v *volumeState, e *entry, have *agentv
 	if !leaving(have) {
 		m.detach(p, v, have.GetTarget(), nil, have.GetEntryHash())
 	}
+}
+
+// settles says whether a mount of ours that the inventory shows in the middle of a detach may still turn out to
+// stay, as one that was busy does.
+func (m *VolumeManager) settles(p *pass, v *volumeState) bool {
+	if v.settleBy.IsZero() {
+		v.settleBy = p.now.Add(settleAfter)
+	}
+	if p.now.Before(v.settleBy) {
+		p.lookAt(v.settleBy)
+		return true
+	}
+	return false
 }
 
 // leaving says that a mount is detached and goes by itself.

@@ -361,6 +361,24 @@ func TestDetachBusyThenForced(t *testing.T) {
 	w.rowIs("a", "/data", v1alpha1.VolumeMounted)
 }
 
+func TestAMountInTheMiddleOfADetachMayStay(t *testing.T) {
+	w := newWorld(t)
+	uid := w.running("a", func(sb *v1alpha1.Sandbox) { sb.Spec.DynamicVolumes = []v1alpha1.DynamicVolume{local("/data", "r-1")} })
+	phase := func(phase string) {
+		w.agent().change(uid, func(s *agentv1.SandboxState) { s.Volumes[0].Phase = phase })
+		w.eventually("heard", func() bool { return w.s.registry.state("n1", w.get("a").UID).GetVolumes()[0].GetPhase() == phase })
+		w.look("a")
+	}
+	phase(recordDetaching) // an inventory message from the middle of a detach that ends busy
+	if row := w.row("a", "/data"); row.Phase != v1alpha1.VolumeMounted || w.agent().count("detach /data") != 0 {
+		t.Errorf("row %+v", row)
+	}
+	phase(recordMounted)
+	phase(recordDetaching) // and one that nobody ends
+	w.within(time.Second, "mounted anew", func() bool { return w.agent().count("attach /data") == 2 })
+	w.rowIs("a", "/data", v1alpha1.VolumeMounted)
+}
+
 func TestDetachReleasePending(t *testing.T) {
 	w := newWorld(t)
 	uid := w.running("a", func(sb *v1alpha1.Sandbox) { sb.Spec.DynamicVolumes = []v1alpha1.DynamicVolume{local("/data", "r-1")} })

@@ -1,0 +1,163 @@
+package cli
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"time"
+
+	"github.com/spf13/cobra"
+	"k8s.io/utils/clock"
+
+	"github.com/flux-sandbox/flux-sandbox/internal/version"
+)
+
+// DefaultAddress is where a standalone server listens.
+const DefaultAddress = "unix:///run/flux-sandbox/flux-sandbox.sock"
+
+// AddressEnv names the environment variable with the server's address.
+const AddressEnv = "FLUX_ADDRESS"
+
+// The exit codes.
+const (
+	exitOK     = 0
+	exitFailed = 1
+	exitUsage  = 2
+	// exitInterrupted is 128 + SIGINT, as shells have it.
+	exitInterrupted = 130
+)
+
+// Env is what a command line works in.
+type Env struct {
+	In       io.Reader
+	Out, Err io.Writer
+	// Getenv reads the environment.
+	Getenv func(string) string
+	// Clock tells ages; the system's when nil.
+	Clock clock.PassiveClock
+}
+
+// app is one run of fluxctl.
+type app struct {
+	Env
+	address   string
+	namespace string
+	output    string
+	timeout   time.Duration
+}
+
+// usageError is an error in the command line itself.
+type usageError struct{ error }
+
+func usagef(format string, args ...any) error { return usageError{fmt.Errorf(format, args...)} }
+
+// exitError ends fluxctl with a code and says nothing.
+type exitError int
+
+func (e exitError) Error() string { return fmt.Sprintf("exit code %d", int(e)) }
+
+// Main runs the command line args, without the program's name, and returns the exit code.
+func Main(ctx context.Context, args []string, env Env) int {
+	if env.Clock == nil {
+		env.Clock = clock.RealClock{}
+	}
+	a := &app{Env: env}
+	root := a.root()
+	root.SetArgs(args)
+	root.SetIn(env.In)
+	root.SetOut(env.Out)
+	root.SetErr(env.Err)
+	command, err := root.ExecuteContextC(ctx)
+	return a.finish(command, err)
+}
+
+// finish prints an error and chooses the exit code.
+func (a *app) finish(command *cobra.Command, err error) int {
+	var usage usageError
+	var exit exitError
+	switch {
+	case err == nil:
+		return exitOK
+	case errors.As(err, &exit):
+		return int(exit)
+	case errors.As(err, &usage):
+		fmt.Fprintf(a.Err, "fluxctl: %v (see: %s --help)\n", err, command.CommandPath())
+		return exitUsage
+	}
+	a.printError(err)
+	return exitFailed
+}
+
+func (a *app) root() *cobra.Command {
+	root := &cobra.Command{
+		Use:   "fluxctl",
+		Short: "Sandboxes, and volumes that come and go while they run",
+		Long: `fluxctl creates sandboxes, runs commands in them, and attaches volumes to them and
+detaches volumes from them while they run.
+
+It talks to a flux-sandbox server. Where that is: --address, or the environment variable
+` + AddressEnv + `, or ` + DefaultAddress + `.
+
+NAME is a sandbox of the namespace given by -n; namespace/name or a UID will do as well.`,
+		Example: `  fluxctl run --name a --image busybox -- sleep infinity
+  fluxctl volume add a --source /srv/flux/acme/data --target /data
+  fluxctl exec a -- ls /data
+  fluxctl volume rm a /data
+  fluxctl rm a`,
+		SilenceErrors: true,
+		SilenceUsage:  true,
+		Args:          noSuchCommand,
+		RunE:          func(cmd *cobra.Command, _ []string) error { return cmd.Help() },
+		PersistentPreRunE: func(*cobra.Command, []string) error {
+			switch a.output {
+			case outTable, outJSON, outYAML:
+				return nil
+			}
+			return usagef("--output %q is not known: write table, json or yaml", a.output)
+		},
+	}
+	address := a.Getenv(AddressEnv)
+	if address == "" {
+		address = DefaultAddress
+	}
+	flags := root.PersistentFlags()
+	flags.StringVar(&a.address, "address", address, "the server: unix:///path, or host:port")
+	flags.StringVarP(&a.namespace, "namespace", "n", "default", "the namespace of sandboxes")
+	flags.StringVarP(&a.output, "output", "o", outTable, "table, json or yaml")
+	flags.DurationVar(&a.timeout, "timeout", 2*time.Minute, "how long to wait for the server's answer; 0 for no bound")
+	root.SetFlagErrorFunc(func(_ *cobra.Command, err error) error { return usageError{err} })
+	root.AddCommand(
+		a.runCommand(), a.psCommand(), a.getCommand(), a.execCommand(), a.logsCommand(), a.rmCommand(),
+		a.pauseCommand(true), a.pauseCommand(false), a.volumeCommand(), a.imageCommand(), a.doctorCommand(),
+		&cobra.Command{
+			Use: "version", Short: "Print the version of fluxctl", Args: exactly(),
+			RunE: func(*cobra.Command, []string) error {
+				_, err := fmt.Fprintln(a.Out, version.String())
+				return err
+			},
+		},
+	)
+	return root
+}
+
+// noSuchCommand is the Args of a command that only has others.
+func noSuchCommand(cmd *cobra.Command, args []string) error {
+	if len(args) == 0 {
+		return nil
+	}
+	return usagef("%s has no command %q", cmd.CommandPath(), args[0])
+}
+
+// exactly is an Args that wants one argument for each name.
+func exactly(names ...string) cobra.PositionalArgs {
+	return func(_ *cobra.Command, args []string) error {
+		if len(args) < len(names) {
+			return usagef("%s is missing", names[len(args)])
+		}
+		if len(args) > len(names) {
+			return usagef("%q is one argument too many", args[len(names)])
+		}
+		return nil
+	}
+}

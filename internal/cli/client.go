@@ -1,0 +1,116 @@
+package cli
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"regexp"
+	"strings"
+
+	"google.golang.org/grpc"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/credentials/insecure"
+	"google.golang.org/grpc/status"
+
+	sandboxv1 "github.com/flux-sandbox/flux-sandbox/api/proto/sandbox/v1"
+	"github.com/flux-sandbox/flux-sandbox/internal/fault"
+	"github.com/flux-sandbox/flux-sandbox/internal/grpcapi/convert"
+)
+
+// server is a connection to the server.
+type server struct {
+	sandboxes sandboxv1.SandboxServiceClient
+	volumes   sandboxv1.SandboxVolumeServiceClient
+	images    sandboxv1.ImageServiceClient
+	node      sandboxv1.NodeServiceClient
+}
+
+// connect calls do with a connection. what completes "cannot …" in the error's message.
+func (a *app) connect(what string, do func(server) error) error {
+	// Over a network it will be TLS; a unix socket is guarded by its file's permissions.
+	if !strings.HasPrefix(a.address, "unix:") {
+		return usagef("--address %q: only unix sockets are served by now: write unix:///path/of/the.sock", a.address)
+	}
+	conn, err := grpc.NewClient(a.address, grpc.WithTransportCredentials(insecure.NewCredentials()))
+	if err != nil {
+		return usagef("--address %q: %v", a.address, err)
+	}
+	defer func() { _ = conn.Close() }()
+	err = do(server{
+		sandboxes: sandboxv1.NewSandboxServiceClient(conn),
+		volumes:   sandboxv1.NewSandboxVolumeServiceClient(conn),
+		images:    sandboxv1.NewImageServiceClient(conn),
+		node:      sandboxv1.NewNodeServiceClient(conn),
+	})
+	var usage usageError
+	var exit exitError
+	if err == nil || errors.As(err, &usage) || errors.As(err, &exit) {
+		return err
+	}
+	return &failure{what: what, err: err}
+}
+
+// bounded is a context with the --timeout, for calls that have an end.
+func (a *app) bounded(ctx context.Context) (context.Context, context.CancelFunc) {
+	if a.timeout <= 0 {
+		return context.WithCancel(ctx)
+	}
+	return context.WithTimeout(ctx, a.timeout)
+}
+
+var uidPattern = regexp.MustCompile(`^[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}$`)
+
+// ref reads what a person types for a sandbox.
+func (a *app) ref(name string) *sandboxv1.SandboxRef {
+	if strings.Contains(name, "/") || uidPattern.MatchString(name) {
+		return &sandboxv1.SandboxRef{Id: name}
+	}
+	return &sandboxv1.SandboxRef{Namespace: a.namespace, Name: name}
+}
+
+// failure is what fluxctl was to do and could not.
+type failure struct {
+	what string
+	err  error
+}
+
+func (f *failure) Error() string { return f.err.Error() }
+func (f *failure) Unwrap() error { return f.err }
+
+// printError prints an error as one line, and who holds a busy volume as a table.
+func (a *app) printError(err error) {
+	what := ""
+	var f *failure
+	if errors.As(err, &f) {
+		what, err = "cannot "+f.what+": ", f.err
+	}
+	st, isStatus := status.FromError(err)
+	if !isStatus {
+		fmt.Fprintf(a.Err, "fluxctl: %s%v\n", what, err)
+		return
+	}
+	known := fault.FromGRPC(err)
+	reason := fault.ReasonOf(known)
+	switch {
+	case st.Code() == codes.Unavailable && len(st.Details()) == 0 && strings.Contains(st.Message(), "permission denied"):
+		fmt.Fprintf(a.Err, "fluxctl: %sthe socket %s may not be opened by this user: run fluxctl as root, or change the socket's group in the server's configuration\n", what, a.address)
+	case st.Code() == codes.Unavailable && len(st.Details()) == 0:
+		fmt.Fprintf(a.Err, "fluxctl: %sno server answers at %s: start it with: flux-sandbox (as root); or name another by --address or %s\n", what, a.address, AddressEnv)
+	case st.Code() == codes.DeadlineExceeded && len(st.Details()) == 0:
+		fmt.Fprintf(a.Err, "fluxctl: %sthe server did not answer within %s: try again, or wait longer with --timeout\n", what, a.timeout)
+	case len(st.Details()) == 0:
+		fmt.Fprintf(a.Err, "fluxctl: %s%s [%s]\n", what, oneLine(st.Message()), st.Code())
+	default:
+		fmt.Fprintf(a.Err, "fluxctl: %s%s [%s]\n", what, oneLine(st.Message()), reason)
+	}
+	for _, busy := range fault.Details[*sandboxv1.BusyInfo](err) {
+		t := newTable(a.Err, "PID", "COMMAND", "HOLDS BY")
+		for _, h := range busy.GetHolders() {
+			holder := convert.Holder(h)
+			t.row(fmt.Sprint(holder.PID), holder.Command, holder.Kind)
+		}
+		_ = t.flush()
+	}
+}
+
+func oneLine(s string) string { return strings.Join(strings.Fields(s), " ") }
