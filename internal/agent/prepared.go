@@ -59,13 +59,46 @@ func (p *preparedVolumes) resolve(ctx context.Context, r volume.Request) (volume
 	return r, err
 }
 
-// tree is a new detached tree of a prepared volume.
+// tree is a new detached tree of a prepared volume. Like a prepare it runs on its own: whoever asked may give up waiting
+// for a source that hangs. A tree that comes too late is closed, and the volume is not released before it came.
 func (p *preparedVolumes) tree(ctx context.Context, r volume.Request, prepared volume.Prepared) (*mount.Tree, error) {
 	src, ok := p.sources[r.Type]
 	if !ok {
 		return nil, unavailableType(r.Type)
 	}
-	return src.Tree(ctx, prepared, r.SubPath)
+	ctx, cancel := joined(ctx, p.stopping)
+	defer cancel()
+	type result struct {
+		tree *mount.Tree
+		err  error
+	}
+	results := make(chan result)
+	unpin := p.pin(r.Key)
+	go func() {
+		defer unpin()
+		tree, err := src.Tree(ctx, prepared, r.SubPath)
+		select {
+		case results <- result{tree, err}:
+		case <-ctx.Done():
+			if err == nil {
+				tree.Close()
+			}
+		}
+	}()
+	select {
+	case got := <-results:
+		return got.tree, got.err
+	case <-ctx.Done():
+		return nil, p.gaveUp(ctx, r, "still being mounted")
+	}
+}
+
+// gaveUp is the error of who waits no longer for a source.
+func (p *preparedVolumes) gaveUp(ctx context.Context, r volume.Request, doing string) error {
+	if p.stopping.Err() != nil {
+		return fault.New(errdefs.ErrUnavailable, fault.AgentUnavailable, "the agent is stopping")
+	}
+	return fault.New(context.Cause(ctx), fault.OperationPending, "source %s is %s; other volumes are not delayed by it", r.Source, doing)
 }
 
 // pin keeps a volume from being released until unpin.
@@ -115,11 +148,9 @@ func (p *preparedVolumes) wait(ctx context.Context, op *preparation, r volume.Re
 	case <-op.done:
 		return nil
 	case <-ctx.Done():
-		return fault.New(context.Cause(ctx), fault.OperationPending,
-			"source %s is still being prepared; other volumes are not delayed by it", r.Source)
 	case <-p.stopping.Done():
-		return fault.New(errdefs.ErrUnavailable, fault.AgentUnavailable, "the agent is stopping")
 	}
+	return p.gaveUp(ctx, r, "still being prepared")
 }
 
 // run carries out an operation that is in busy already.

@@ -59,7 +59,7 @@ func (a *Agent) attachment(r *agentv1.AttachRequest, tenant string) (Attachment,
 		Request: volume.Request{
 			Type: entry.VolumeType, Source: entry.Source, TenantID: tenant, ReadOnly: entry.Mode == v1alpha1.VolumeModeReadOnly,
 			SubPath: entry.SubPath, SizeLimitBytes: r.GetSizeLimitBytes(),
-			BestEffort: a.config.BestEffortLimits && r.GetPolicy().GetBestEffortLimit(),
+			BestEffort: a.config.BestEffortLimits,
 		},
 	}, nil
 }

@@ -159,13 +159,16 @@ func (u *ContainerMountUpdater) attach(ctx context.Context, sb *sandbox, a Attac
 		return journal.Volume{}, fmt.Errorf("prepare the source of %s: %w", a.Target, err)
 	}
 	release, err := sb.share(wait)
+	if sb.ctx.Err() != nil {
+		if err == nil {
+			release()
+		}
+		return journal.Volume{}, sb.terminating()
+	}
 	if err != nil {
 		return journal.Volume{}, err
 	}
 	defer release()
-	if sb.ctx.Err() != nil {
-		return journal.Volume{}, sb.terminating()
-	}
 	record := journal.Volume{SandboxUID: sb.uid, ID: a.OperationID, Target: a.Target, EntryHash: a.EntryHash, Kind: a.Kind,
 		Request: request, Phase: journal.Waiting, Path: prepared.Path, Limit: prepared.Limit, CapacityBytes: prepared.CapacityBytes}
 	if c, ok := sb.seen(); a.AtCreate && (!ok || !hasTask(c)) {

@@ -44,7 +44,7 @@ type ExecIO struct {
 const execDrain = 2 * time.Second
 
 // Exec runs a command in the sandbox and answers its exit code (128 plus the signal that ended it). When ctx ends, the
-// command and all processes of its session are killed, and the error is the context's. A command that cannot be run is
+// command and all processes of its session are killed, and the error is the context's; likewise when a writer fails. A command that cannot be run is
 // ErrInvalidArgument, a sandbox that does not run ErrFailedPrecondition.
 func (r *Runtime) Exec(ctx context.Context, uid string, spec ExecSpec, streams ExecIO) (exitCode int, err error) {
 	if len(spec.Command) == 0 || spec.Command[0] == "" {
@@ -142,15 +142,20 @@ func (e *execution) run(ctx context.Context, request *tasksapi.ExecProcessReques
 	if err != nil {
 		return 0, err
 	}
-	if _, err := e.r.tasks().Exec(e.r.context(ctx), request); err != nil {
+	// Once begun, the start is not given up half-way: a command of unknown PID could not be killed.
+	startCtx, cancelStart := context.WithTimeout(context.WithoutCancel(ctx), cleanPatience)
+	defer cancelStart()
+	if _, err := e.r.tasks().Exec(e.r.context(startCtx), request); err != nil {
 		return 0, e.startError(errgrpc.ToNative(err))
 	}
-	output := e.copyOutput(streams)
+	ctx, cancelWait := context.WithCancelCause(ctx)
+	defer cancelWait(nil)
+	output := e.copyOutput(streams, cancelWait)
 	defer func() {
 		e.pipes.Close()
 		<-output
 	}()
-	started, err := e.r.tasks().Start(e.r.context(ctx), &tasksapi.StartRequest{ContainerID: e.uid, ExecID: e.id})
+	started, err := e.r.tasks().Start(e.r.context(startCtx), &tasksapi.StartRequest{ContainerID: e.uid, ExecID: e.id})
 	if err != nil {
 		return 0, e.startError(errgrpc.ToNative(err))
 	}
@@ -185,8 +190,9 @@ func (e *execution) startError(err error) error {
 	return err
 }
 
-// copyOutput copies both streams, and closes its answer when both have ended.
-func (e *execution) copyOutput(streams ExecIO) <-chan struct{} {
+// copyOutput copies both streams, and closes its answer when both have ended. A caller's writer that fails is the
+// command's end: it would block on a full pipe.
+func (e *execution) copyOutput(streams ExecIO, fail context.CancelCauseFunc) <-chan struct{} {
 	stdout, stderr := streams.Stdout, streams.Stderr
 	if sameWriter(stdout, stderr) {
 		// Two streams into one buffer at the same time lose output.
@@ -200,8 +206,7 @@ func (e *execution) copyOutput(streams ExecIO) <-chan struct{} {
 		}
 		if from != nil {
 			copies.Go(func() {
-				if _, err := io.Copy(to, from); err != nil {
-					// The caller's writer failed. The command must see a closed pipe, not block on a full one.
+				if _, err := io.Copy(failingTo{to, fail}, from); err != nil {
 					from.Close()
 				}
 			})
@@ -298,6 +303,20 @@ func sameWriter(a, b io.Writer) (same bool) {
 		}
 	}()
 	return a == b
+}
+
+// failingTo reports a writer's failure.
+type failingTo struct {
+	w    io.Writer
+	fail context.CancelCauseFunc
+}
+
+func (f failingTo) Write(p []byte) (int, error) {
+	n, err := f.w.Write(p)
+	if err != nil {
+		f.fail(fmt.Errorf("pass on the output: %w", err))
+	}
+	return n, err
 }
 
 type lockedWriter struct {

@@ -88,9 +88,10 @@ func TestExec(t *testing.T) {
 		ctx, cancel := context.WithCancel(t.Context())
 		defer cancel()
 		begun, w := io.Pipe()
-		done := make(chan error)
+		done := make(chan error, 1)
 		go func() {
 			_, err := r.Exec(ctx, spec.UID, containers.ExecSpec{Command: []string{"sh", "-c", "sleep 4242 & echo begun; sleep 4242"}}, containers.ExecIO{Stdout: w})
+			w.CloseWithError(err)
 			done <- err
 		}()
 		if _, err := begun.Read(make([]byte, 16)); err != nil {
@@ -104,9 +105,9 @@ func TestExec(t *testing.T) {
 		sh(t, r, spec.UID, "for i in $(seq 500); do ps | grep -q '[4]242' || exit 0; usleep 10000; done; ps; exit 1")
 	})
 	t.Run("a failing writer ends the command", func(t *testing.T) {
-		code, err := exec(containers.ExecSpec{Command: []string{"yes"}}, containers.ExecIO{Stdout: failingWriter{}})
-		if err != nil || code == 0 {
-			t.Errorf("%d, %v", code, err)
+		_, err := exec(containers.ExecSpec{Command: []string{"yes"}}, containers.ExecIO{Stdout: failingWriter{}})
+		if !errors.Is(err, errReaderGone) {
+			t.Errorf("error %v", err)
 		}
 	})
 	t.Run("a background process does not keep the caller", func(t *testing.T) {
@@ -124,6 +125,7 @@ func TestExec(t *testing.T) {
 		go func() {
 			defer close(done)
 			code, err := r.Exec(t.Context(), other.UID, containers.ExecSpec{Command: []string{"sh", "-c", "echo begun; sleep 1000"}}, containers.ExecIO{Stdout: w})
+			w.Close()
 			if err == nil && code != 137 {
 				t.Errorf("exit code %d", code)
 			}
@@ -147,9 +149,11 @@ func TestExec(t *testing.T) {
 	}
 }
 
+var errReaderGone = errors.New("the reader is gone")
+
 type failingWriter struct{}
 
-func (failingWriter) Write([]byte) (int, error) { return 0, errors.New("the reader is gone") }
+func (failingWriter) Write([]byte) (int, error) { return 0, errReaderGone }
 
 // TestSweepEndsAnExecWithoutItsCaller makes what a killed agent leaves: a command that runs, with nobody to wait for it.
 func TestSweepEndsAnExecWithoutItsCaller(t *testing.T) {
@@ -162,7 +166,8 @@ func TestSweepEndsAnExecWithoutItsCaller(t *testing.T) {
 	done := make(chan struct{})
 	go func() {
 		defer close(done)
-		_, _ = dying.Exec(ctx, spec.UID, containers.ExecSpec{Command: []string{"sh", "-c", "echo begun; sleep 4343"}}, containers.ExecIO{Stdout: w})
+		_, err := dying.Exec(ctx, spec.UID, containers.ExecSpec{Command: []string{"sh", "-c", "echo begun; sleep 4343"}}, containers.ExecIO{Stdout: w})
+		w.CloseWithError(err)
 	}()
 	if _, err := begun.Read(make([]byte, 16)); err != nil {
 		t.Fatal(err)

@@ -795,10 +795,8 @@ func (*DeleteSandboxResponse) Descriptor() ([]byte, []int) {
 type VolumePolicy struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	DeniedTargets []string               `protobuf:"bytes,1,rep,name=denied_targets,json=deniedTargets,proto3" json:"denied_targets,omitempty"`
-	// Accept a sizeLimit that nothing enforces.
-	BestEffortLimit bool `protobuf:"varint,2,opt,name=best_effort_limit,json=bestEffortLimit,proto3" json:"best_effort_limit,omitempty"`
-	unknownFields   protoimpl.UnknownFields
-	sizeCache       protoimpl.SizeCache
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
 }
 
 func (x *VolumePolicy) Reset() {
@@ -836,13 +834,6 @@ func (x *VolumePolicy) GetDeniedTargets() []string {
 		return x.DeniedTargets
 	}
 	return nil
-}
-
-func (x *VolumePolicy) GetBestEffortLimit() bool {
-	if x != nil {
-		return x.BestEffortLimit
-	}
-	return false
 }
 
 type LocalSource struct {
@@ -3122,10 +3113,9 @@ const file_agent_v1_agent_proto_rawDesc = "" +
 	"\x14DeleteSandboxRequest\x120\n" +
 	"\acommand\x18\x01 \x01(\v2\x16.flux.agent.v1.CommandR\acommand\x12/\n" +
 	"\x05grace\x18\x02 \x01(\v2\x19.google.protobuf.DurationR\x05grace\"\x17\n" +
-	"\x15DeleteSandboxResponse\"a\n" +
+	"\x15DeleteSandboxResponse\"5\n" +
 	"\fVolumePolicy\x12%\n" +
-	"\x0edenied_targets\x18\x01 \x03(\tR\rdeniedTargets\x12*\n" +
-	"\x11best_effort_limit\x18\x02 \x01(\bR\x0fbestEffortLimit\"!\n" +
+	"\x0edenied_targets\x18\x01 \x03(\tR\rdeniedTargets\"!\n" +
 	"\vLocalSource\x12\x12\n" +
 	"\x04path\x18\x01 \x01(\tR\x04path\"\xad\x03\n" +
 	"\tCSISource\x12\x16\n" +
