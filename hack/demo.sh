@@ -106,7 +106,7 @@ for tenant in alice bob; do
 	works fluxctl run --name "$tenant" --tenant "$tenant" --image busybox -- sh -c "$resident"
 done
 works fluxctl ps
-pid_of() { fluxctl exec "$1" -- sh -c 'for p in /proc/[0-9]*; do tr "\0" " " <$p/cmdline 2>/dev/null | grep -q "^sh -c mkfifo" && echo "${p#/proc/} $(cut -d" " -f22 $p/stat)"; done'; }
+pid_of() { fluxctl exec "$1" -- sh -c 'for p in /proc/[0-9]*; do tr "\0" " " <$p/cmdline 2>/dev/null | grep -q "^sh -c mkfifo" && echo "${p#/proc/} $(cut -d" " -f22 $p/stat)"; done; true'; }
 alice=$(pid_of alice)
 bob=$(pid_of bob)
 [ -n "$alice" ] && [ -n "$bob" ] || fail 'the resident processes are not there'

@@ -120,8 +120,9 @@ func TestAttachBeforeTheContainerExists(t *testing.T) {
 func TestRestartedProcessHasItsVolumes(t *testing.T) {
 	n := agenttest.New(t, nil)
 	source := n.Dir(t, "t1", "data")
+	must(t, os.WriteFile(filepath.Join(source, "seed"), nil, 0o644))
 	sb := n.Run(t, agenttest.Sandbox{Tenant: "t1", Command: []string{"sh", "-c",
-		"while [ ! -d /data ]; do sleep 0.01; done; echo run >> /data/runs; while [ ! -e /data/end ]; do sleep 0.01; done; rm /data/end; exit 3"}})
+		"while [ ! -e /data/seed ]; do sleep 0.01; done; echo run >> /data/runs; while [ ! -e /data/end ]; do sleep 0.01; done; rm /data/end; exit 3"}})
 	sb.Attach(t, agenttest.Volume{Source: source, Target: "/data"})
 	runs := func() int {
 		b, _ := os.ReadFile(filepath.Join(source, "runs"))
@@ -198,7 +199,9 @@ func TestAgentRestartFindsEverythingAgain(t *testing.T) {
 
 func TestBusyVolumeNamesItsHolder(t *testing.T) {
 	n := agenttest.New(t, nil)
-	sb := n.Run(t, agenttest.Sandbox{Tenant: "t1", Command: []string{"sh", "-c", "while [ ! -d /data ]; do sleep 0.01; done; cd /data; exec sleep 3600"}})
+	// A directory alone would not tell the process whether the volume is on it already.
+	must(t, os.WriteFile(filepath.Join(n.Dir(t, "t1", "data"), "seed"), nil, 0o644))
+	sb := n.Run(t, agenttest.Sandbox{Tenant: "t1", Command: []string{"sh", "-c", "while [ ! -e /data/seed ]; do sleep 0.01; done; cd /data; exec sleep 3600"}})
 	sb.Attach(t, agenttest.Volume{Source: n.Dir(t, "t1", "data"), Target: "/data"})
 	var r *agentv1.DetachResponse
 	agenttest.Eventually(t, "the process is in the volume", func() bool {

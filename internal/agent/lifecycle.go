@@ -72,12 +72,15 @@ func (a *Agent) attachWaiting(ctx context.Context, sb *sandbox) error {
 }
 
 func (a *Agent) attachAgain(ctx context.Context, sb *sandbox, record journal.Volume) error {
+	// The life lock is held: a source that hangs must not keep the sandbox from being deleted.
+	ctx, cancel := joined(ctx, sb.ctx)
+	defer cancel()
 	timing := newStages(a.config.Clock, attachFailpoints)
 	prepared, err := a.prepared.acquire(ctx, record.Request)
 	if err != nil {
 		return fmt.Errorf("prepare the source of %s: %w", record.Target, err)
 	}
-	if _, err = a.updater.place(ctx, sb, record, prepared, timing); err != nil && !outcomeUnknown(err) {
+	if _, err = a.updater.place(ctx, sb, record, prepared, timing); err != nil && !mayBeMounted(err) {
 		if putErr := a.updater.put(record); putErr != nil {
 			err = incomplete(err, putErr)
 		}

@@ -2,6 +2,7 @@ package agent
 
 import (
 	"slices"
+	"strings"
 	"time"
 
 	"k8s.io/utils/clock"
@@ -99,6 +100,25 @@ func (s *stages) do(step string, f func() error) error {
 	}
 	s.observe(step, true)
 	return nil
+}
+
+// undone says what the rollback of a failed attach takes back, by the steps that were done.
+func (s *stages) undone() string {
+	var parts []string
+	switch {
+	case s.did(mount.StepMove):
+		parts = append(parts, "the volume was taken out of the sandbox")
+	case s.did(mount.StepTargetMkdir):
+		parts = append(parts, "the directories made for it were removed")
+	}
+	if s.did(stepJournalIntent) {
+		parts = append(parts, "its record was deleted")
+	}
+	return strings.Join(append(parts, "its source is released, unless another volume uses it"), ", ")
+}
+
+func (s *stages) did(step string) bool {
+	return slices.ContainsFunc(s.Results, func(r journal.Stage) bool { return r.Name == step })
 }
 
 // step runs one step that is observed by failpoints alone.

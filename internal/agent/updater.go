@@ -175,18 +175,22 @@ func (u *ContainerMountUpdater) attach(ctx context.Context, sb *sandbox, a Attac
 		err := timing.do(stepJournalWaiting, func() error { return u.put(record) })
 		return record, err
 	}
-	placed, err := u.place(ctx, sb, record, prepared, timing)
-	if err != nil && !outcomeUnknown(err) {
-		if forgetErr := u.forget(record); forgetErr != nil {
-			return record, incomplete(err, forgetErr)
-		}
+	placed, err := u.place(wait, sb, record, prepared, timing)
+	if err == nil || mayBeMounted(err) {
+		return placed, err
 	}
-	return placed, err
+	if sb.ctx.Err() != nil {
+		err = fmt.Errorf("%w: %w", sb.terminating(), err)
+	}
+	if forgetErr := u.forget(record); forgetErr != nil {
+		return record, incomplete(err, forgetErr)
+	}
+	return record, fmt.Errorf("%w; undone: %s", err, timing.undone())
 }
 
 // place attaches the volume of a record to the sandbox's task. The caller holds the life lock. When it fails the
-// sandbox is as before and the caller puts the journal right, except when the outcome is unknown: then the record
-// stays, for the next operation, or the next start, to find out.
+// sandbox is as before and the caller puts the journal right, except when the volume may be mounted all the same: then
+// the record stays, for the next operation, or the next start, to find out.
 func (u *ContainerMountUpdater) place(ctx context.Context, sb *sandbox, record journal.Volume, prepared volume.Prepared, timing *stages) (journal.Volume, error) {
 	failed := func(err error) (journal.Volume, error) {
 		return record, fmt.Errorf("attach %s: %w", record.Target, err)
@@ -277,6 +281,11 @@ func (u *ContainerMountUpdater) forget(records ...journal.Volume) error {
 
 // content is what a mount shows, wherever it is mounted.
 func content(m mount.Identity) mount.Match { return mount.Match{Device: m.Device, Root: m.Root} }
+
+// mayBeMounted: a failed attach that may have left the volume in the sandbox.
+func mayBeMounted(err error) bool {
+	return outcomeUnknown(err) || fault.ReasonOf(err) == fault.RollbackFailed
+}
 
 // outcomeUnknown: the deadline passed while the kernel worked; what it did must be looked up.
 func outcomeUnknown(err error) bool {

@@ -69,6 +69,9 @@ func Main(ctx context.Context, args []string, env Env) int {
 	root.SetOut(env.Out)
 	root.SetErr(env.Err)
 	command, err := root.ExecuteContextC(ctx)
+	if err != nil && ctx.Err() != nil {
+		return exitInterrupted
+	}
 	return a.finish(command, err)
 }
 

@@ -69,9 +69,6 @@ func (a *app) exec(ctx context.Context, s server, start *sandboxv1.ExecStart) er
 	}
 	for {
 		m, err := stream.Recv()
-		if ctx.Err() != nil {
-			return exitError(exitInterrupted)
-		}
 		if err != nil {
 			return err
 		}
@@ -138,8 +135,6 @@ func (a *app) logsCommand() *cobra.Command {
 					switch {
 					case errors.Is(err, io.EOF):
 						return nil
-					case cmd.Context().Err() != nil:
-						return exitError(exitInterrupted)
 					case err != nil:
 						return err
 					}

@@ -2,6 +2,8 @@ package containers
 
 import (
 	"context"
+	"errors"
+	"os"
 	"strconv"
 	"time"
 
@@ -200,6 +202,9 @@ func (r *Runtime) createTask(ctx context.Context, record containers.Container, r
 		if err := r.forgetExit(record.ID); err != nil {
 			return err
 		}
+		if err := r.removeStale(ctx, record.ID); err != nil {
+			return err
+		}
 		request, err := r.taskRequest(ctx, record, rootfs)
 		if err != nil {
 			return err
@@ -231,6 +236,18 @@ func (r *Runtime) createTask(ctx context.Context, record containers.Container, r
 			}
 		}
 	})
+}
+
+// removeStale removes what a shim that was killed left of its task; runc would refuse to use the name again.
+func (r *Runtime) removeStale(ctx context.Context, uid string) error {
+	state := r.runcState(uid)
+	if _, err := os.Stat(state); errors.Is(err, os.ErrNotExist) {
+		return nil
+	}
+	if err := removeCgroup(ctx, r.cgroups, r.cgroupPath(uid)); err != nil {
+		return err
+	}
+	return os.RemoveAll(state)
 }
 
 func (r *Runtime) taskRequest(ctx context.Context, record containers.Container, rootfs []mount.Mount) (*tasksapi.CreateTaskRequest, error) {

@@ -28,6 +28,10 @@ func (r *Runtime) execDir(uid string) string { return filepath.Join(r.config.Run
 // runcRoot is where runc keeps its state; below it, it makes a directory per containerd namespace.
 func (r *Runtime) runcRoot() string { return filepath.Join(r.config.RunDir, "runc") }
 
+func (r *Runtime) runcState(uid string) string {
+	return filepath.Join(r.runcRoot(), r.config.Namespace, uid)
+}
+
 // writeFiles makes the files that are bound into a sandbox. They are written in place, as a running sandbox has them
 // bound, and only if they are not there: they never change.
 func (r *Runtime) writeFiles(uid, hostname string) error {
@@ -111,7 +115,7 @@ func (r *Runtime) removeFiles(uid string) error {
 	return errors.Join(
 		os.RemoveAll(r.execDir(uid)),
 		// runc removes its own, unless the shim was killed.
-		os.RemoveAll(filepath.Join(r.runcRoot(), r.config.Namespace, uid)),
+		os.RemoveAll(r.runcState(uid)),
 		os.RemoveAll(r.stateDir(uid)),
 	)
 }

@@ -39,7 +39,7 @@ func (s *Scheduler) setGroup(g *v1alpha1.SandboxGroup) {
 		s.mu.Unlock()
 		if r == nil {
 			r = &SSGRuntime{Key: key, Registry: s.registry}
-			r.VolMgr = newVolumeManager(s, r)
+			r.VolMgr = newVolumeManager(r)
 		}
 		r.apply(&g.Spec, &sub, topology)
 		s.mu.Lock()

@@ -171,6 +171,21 @@ func TestDelete(t *testing.T) {
 	}
 }
 
+func TestAFailedCreateIsTriedAgainAtOnceWhenTheSpecChanges(t *testing.T) {
+	w := newWorld(t)
+	missing := fault.New(errdefs.ErrNotFound, fault.ImageNotFound, "no such image")
+	w.agent().with(func() { w.agent().faults["create"] = []error{missing, missing} })
+	w.create("a", nil)
+	w.eventually("pending", func() bool { return w.get("a").Status.Reason == string(fault.ImageNotFound) })
+	w.look("a")
+	if n := w.agent().count("create"); n != 1 {
+		t.Fatalf("%d creates", n)
+	}
+	w.change("a", func(sb *v1alpha1.Sandbox) { sb.Spec.Image = "other" })
+	w.eventually("second try", func() bool { return w.agent().count("create") == 2 })
+	w.within(time.Second, "third try", func() bool { return w.get("a").Status.Phase == v1alpha1.SandboxRunning })
+}
+
 func TestDeleteOfASandboxThatNeverRan(t *testing.T) {
 	w := newWorld(t)
 	w.create("a", func(sb *v1alpha1.Sandbox) { sb.Spec.Group = "other" })

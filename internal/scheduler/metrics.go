@@ -1,6 +1,8 @@
 package scheduler
 
 import (
+	"maps"
+
 	"github.com/prometheus/client_golang/prometheus"
 
 	agentv1 "github.com/flux-sandbox/flux-sandbox/api/proto/agent/v1"
@@ -52,17 +54,30 @@ func (m *metrics) observe(stages []*agentv1.Stage) {
 	}
 }
 
-// tally is how many volumes of each type a sandbox has mounted, as the gauge was told.
+// tally is what a sandbox has mounted, as the gauge and its VolumeManager were told.
 type tally struct {
-	key    SubSandboxGroupKey
-	byType map[v1alpha1.VolumeType]int
+	manager *VolumeManager
+	key     SubSandboxGroupKey
+	domain  string
+	// dynamic counts the dynamic volumes by type, bytes adds up the sizes of all that have one of their own.
+	dynamic map[v1alpha1.VolumeType]int
+	volumes int
+	bytes   int64
 }
 
-// count corrects the gauge by the difference of two tallies.
+func (t tally) equal(o tally) bool {
+	return t.manager == o.manager && t.key == o.key && t.domain == o.domain && t.volumes == o.volumes && t.bytes == o.bytes &&
+		maps.Equal(t.dynamic, o.dynamic)
+}
+
+// count corrects the gauge and the usage by the difference of two tallies.
 func (m *metrics) count(old, now tally) {
-	for sign, t := range map[float64]tally{-1: old, 1: now} {
-		for kind, n := range t.byType {
-			m.volumes.WithLabelValues(t.key.Namespace, t.key.Group, t.key.SubGroup, string(kind)).Add(sign * float64(n))
+	for sign, t := range map[int]tally{-1: old, 1: now} {
+		for kind, n := range t.dynamic {
+			m.volumes.WithLabelValues(t.key.Namespace, t.key.Group, t.key.SubGroup, string(kind)).Add(float64(sign * n))
+		}
+		if t.manager != nil {
+			t.manager.use(t.domain, sign*t.volumes, int64(sign)*t.bytes)
 		}
 	}
 }

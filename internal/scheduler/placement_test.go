@@ -271,6 +271,9 @@ func TestCrossTopologyMount(t *testing.T) {
 	if row.Topology != v1alpha1.TopologyForced {
 		t.Errorf("row %+v", row)
 	}
+	if got := w.s.Runtime(SubSandboxGroupKey{"default", "default", "default"}).VolMgr.Usage(); got["d1"].Volumes != 2 || len(got) != 1 {
+		t.Errorf("usage %v", got)
+	}
 	if n := w.sample("sandbox_pvc_cross_topology_mount", nil); n != 1 {
 		t.Errorf("counter %v", n)
 	}

@@ -146,7 +146,7 @@ func New(c Config) (*Scheduler, error) {
 		conns:      map[string]context.CancelFunc{},
 		awaited:    map[string]struct{}{},
 	}
-	s.withoutGroup = newVolumeManager(s, nil)
+	s.withoutGroup = newVolumeManager(nil)
 	return s, nil
 }
 

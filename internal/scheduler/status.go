@@ -3,7 +3,6 @@ package scheduler
 import (
 	"context"
 	"fmt"
-	"maps"
 	"slices"
 	"strings"
 
@@ -255,16 +254,25 @@ func (p *pass) writeStatus(ctx context.Context, check func(*v1alpha1.Sandbox) er
 	return nil
 }
 
-// countVolumes keeps the gauge of mounted dynamic volumes.
+// countVolumes keeps the gauge of mounted dynamic volumes, and the usage of the topology domains.
 func (p *pass) countVolumes() {
-	now := tally{key: p.key, byType: map[v1alpha1.VolumeType]int{}}
+	now := tally{manager: p.volumes, key: p.key, dynamic: map[v1alpha1.VolumeType]int{}}
+	if p.set.topology != nil {
+		now.domain, _ = p.set.topology.Domain(p.a.status.Node)
+	}
 	for _, row := range p.a.status.Volumes {
-		if row.Kind == v1alpha1.VolumeKindDynamic && row.Phase == v1alpha1.VolumeMounted {
-			now.byType[row.VolumeType]++
+		if row.Phase != v1alpha1.VolumeMounted {
+			continue
+		}
+		now.volumes++
+		now.bytes += row.CapacityBytes
+		if row.Kind == v1alpha1.VolumeKindDynamic {
+			now.dynamic[row.VolumeType]++
 		}
 	}
-	if now.key != p.a.tally.key || !maps.Equal(now.byType, p.a.tally.byType) {
-		p.metrics.count(p.a.tally, now)
+	if old := p.a.tally; !now.equal(old) {
+		p.metrics.count(old, now)
 		p.a.tally = now
+		p.Logger.Debug("volumes by topology domain", "subGroup", p.key.String(), "usage", p.volumes.Usage())
 	}
 }

@@ -4,8 +4,10 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"maps"
 	"slices"
 	"strings"
+	"sync"
 	"time"
 
 	"github.com/containerd/errdefs"
@@ -27,13 +29,42 @@ const (
 // node really has, orders one command for each target that differs, and turns answers into rows of status.
 // There is one for each sub-group.
 type VolumeManager struct {
-	s *Scheduler
 	// runtime is nil for sandboxes whose group is gone.
 	runtime *SSGRuntime
+
+	mu    sync.Mutex // guards usage
+	usage map[string]DomainUsage
 }
 
-func newVolumeManager(s *Scheduler, runtime *SSGRuntime) *VolumeManager {
-	return &VolumeManager{s: s, runtime: runtime}
+// DomainUsage is what the sandboxes of one sub-group have mounted in one topology domain.
+type DomainUsage struct {
+	Volumes int
+	// Bytes adds up the sizes of the volumes that are filesystems of their own.
+	Bytes int64
+}
+
+func newVolumeManager(runtime *SSGRuntime) *VolumeManager {
+	return &VolumeManager{runtime: runtime, usage: map[string]DomainUsage{}}
+}
+
+// Usage is how the sub-group's mounted volumes spread over the topology domains; "" is for nodes without one.
+func (m *VolumeManager) Usage() map[string]DomainUsage {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	return maps.Clone(m.usage)
+}
+
+func (m *VolumeManager) use(domain string, volumes int, bytes int64) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	u := m.usage[domain]
+	u.Volumes += volumes
+	u.Bytes += bytes
+	if u == (DomainUsage{}) {
+		delete(m.usage, domain)
+		return
+	}
+	m.usage[domain] = u
 }
 
 // plan takes every target of a sandbox a step further: those of the spec, those of the rows, and those that

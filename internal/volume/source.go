@@ -67,7 +67,8 @@ type Prepared struct {
 // then goes on where the journal says. What a Prepare left that was cut off is removed by Sweep, or taken over by the
 // next Prepare of that volume.
 //
-// Calls for one key never overlap; calls for different keys do, so that methods must be safe for that.
+// Calls for one key never overlap, except that a Tree may overlap with other Trees and with the Prepare of a volume that
+// is ready; calls for different keys do overlap, so that methods must be safe for that.
 // Every call honours its context, also where it waits for the kernel.
 //
 // Errors of the kinds that fault.IsPermanent knows are permanent: the same call fails again until somebody

@@ -25,6 +25,7 @@ import (
 	"time"
 
 	"google.golang.org/grpc"
+	"google.golang.org/grpc/backoff"
 	"google.golang.org/grpc/credentials/insecure"
 
 	agentv1 "github.com/flux-sandbox/flux-sandbox/api/proto/agent/v1"
@@ -45,7 +46,7 @@ type Node struct {
 	// Data is the folder with the volume roots: tenants/{tenantId} (directories), shared (directories, read-only for
 	// tenants) and images/{tenantId} (image-backed).
 	Data string
-	// Client speaks to the running agent.
+	// Client speaks to the running agent, also after a restart.
 	Client agentv1.AgentServiceClient
 	// Agent is the running agent.
 	Agent *agent.Agent
@@ -88,6 +89,7 @@ func NewOn(tb testing.TB, env *containerstest.Env, change func(*agent.Config)) *
 			tb.Error("clean up:", err)
 		}
 		n.Stop(tb)
+		must(tb, n.conn.Close())
 		must(tb, os.RemoveAll(dir))
 	})
 	return n
@@ -118,13 +120,21 @@ func (n *Node) Start(tb testing.TB) {
 	}
 	n.Agent, err = agent.Open(context.Background(), c)
 	must(tb, err)
-	n.server = agent.NewServer(n.Agent)
+	// Stop waits for the handlers: an agent that was stopped must not act beside its successor, as one that was killed
+	// does not either.
+	n.server = agent.NewServer(n.Agent, grpc.WaitForHandlers(true))
 	socket := filepath.Join(n.run, "agent.sock")
 	_ = os.Remove(socket)
 	l, err := net.Listen("unix", socket)
 	must(tb, err)
 	go func() { _ = n.server.Serve(l) }() // ends with Stop
-	n.conn, err = grpc.NewClient("unix://"+socket, grpc.WithTransportCredentials(insecure.NewCredentials()))
+	if n.conn != nil {
+		n.conn.ResetConnectBackoff()
+		return
+	}
+	// One connection for all agents that come after each other, so that clients may go on during a restart.
+	n.conn, err = grpc.NewClient("unix://"+socket, grpc.WithTransportCredentials(insecure.NewCredentials()),
+		grpc.WithConnectParams(grpc.ConnectParams{Backoff: backoff.Config{BaseDelay: 5 * time.Millisecond, MaxDelay: 50 * time.Millisecond}}))
 	must(tb, err)
 	n.Client = agentv1.NewAgentServiceClient(n.conn)
 }
@@ -132,7 +142,6 @@ func (n *Node) Start(tb testing.TB) {
 // Stop ends the agent; sandboxes go on.
 func (n *Node) Stop(tb testing.TB) {
 	tb.Helper()
-	must(tb, n.conn.Close())
 	n.server.Stop()
 	must(tb, n.Agent.Close())
 	must(tb, n.Runtime.Close())

@@ -1,0 +1,344 @@
+//go:build failpoint
+
+package crash
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"path"
+	"path/filepath"
+	"slices"
+	"time"
+
+	"github.com/google/uuid"
+	"golang.org/x/sys/unix"
+
+	agentv1 "github.com/flux-sandbox/flux-sandbox/api/proto/agent/v1"
+	sandboxv1 "github.com/flux-sandbox/flux-sandbox/api/proto/sandbox/v1"
+	"github.com/flux-sandbox/flux-sandbox/internal/fault"
+	"github.com/flux-sandbox/flux-sandbox/test/machine"
+)
+
+const (
+	tenant = "t1"
+	// victim is the one sandbox of a scenario.
+	victim = "victim"
+)
+
+// step is one request, or a few that belong together. It may be done again after an error, whatever it did before.
+type step struct {
+	name string
+	do   func(ctx context.Context, w *world) error
+}
+
+// scenario is a way through the life of a sandbox, at whose end nothing is left.
+type scenario struct {
+	name string
+	// points are the patterns (path.Match, with an optional hit "N*") of the failpoints at which it is disturbed.
+	points []string
+	// also arms a further failpoint: how, the scenario's steps know.
+	also  func(w *world) string
+	steps []step
+}
+
+var scenarios = []scenario{
+	{
+		name: "create with volumes, delete",
+		points: []string{"container/create/*/*", "container/start/*/*", "container/stop/term/*", "container/stop/record-exit/*",
+			"container/delete-task/*/*", "container/delete/*/*", "sandbox/journal-created/*", "sandbox/journal-started/*",
+			"sandbox/journal-gone/*", "sandbox/journal-deleted/*",
+			"attach/journal-intent/*", "attach/move/*", "attach/journal-mounted/*"},
+		steps: []step{create(fullVictim), remove},
+	},
+	{
+		name:   "add volumes",
+		points: []string{"attach/*/*", "source/*/*", "image-create/*/*", "loop-attach/*/*"},
+		steps:  []step{create(plainVictim), addDirectory, addImage, addToFull, remove},
+	},
+	{
+		name:   "remove volumes",
+		points: []string{"detach/*/*", "2*source/journal-releas*/*", "2*source/source-release/*"},
+		steps:  []step{create(fullVictim), addDirectory, removeDirectory, removeBusy, removeBusyForced, remove},
+	},
+	{
+		name: "restart of the process",
+		points: []string{"container/delete-task/*/*", "2*container/create/task/*", "2*container/start/task/*",
+			"4*attach/move/*", "4*attach/journal-mounted/*"},
+		steps: []step{create(fullVictim), addDirectory, killProcess, remove},
+	},
+	{
+		name: "pause and resume",
+		points: []string{"sandbox/journal-stopped/*", "container/stop/*/*", "container/delete-task/*/*", "2*container/create/task/*",
+			"2*sandbox/journal-started/*", "4*attach/move/*"},
+		steps: []step{create(fullVictim), addImage, pause(true), pause(false), remove},
+	},
+	{
+		name:   "volume of a sandbox that never comes",
+		points: []string{"attach/journal-waiting/*"},
+		steps:  []step{attachAtCreate},
+	},
+	{
+		name:   "created and never started",
+		points: []string{"container/stop/kill/*"},
+		steps:  []step{createStuck, remove},
+	},
+	{
+		name:   "deleted while it is created",
+		points: []string{"container/delete/kill/*", "container/delete/task/*"},
+		also:   func(w *world) string { return "container/create/task/after=pause(" + w.pauseFile() + ")" },
+		steps:  []step{createAndDelete, remove},
+	},
+}
+
+// pauseFile is there while the server pauses at a failpoint.
+func (w *world) pauseFile() string { return filepath.Join(w.Dir, "pause") }
+
+func ref(name string) *sandboxv1.SandboxRef {
+	return &sandboxv1.SandboxRef{Namespace: "default", Name: name}
+}
+
+func (w *world) directory(name string) string { return w.Data("tenants", tenant, name) }
+
+// plainVictim has no volumes.
+func plainVictim(*world) *sandboxv1.SandboxSpec {
+	return &sandboxv1.SandboxSpec{TenantId: tenant, Image: machine.Image, RestartPolicy: "Always",
+		Command: []string{"sh", "-c", "mkdir -p /full; touch /full/file; exec sleep 3600"}}
+}
+
+// fullVictim has a static volume, and a dynamic one in which its process sits.
+func fullVictim(w *world) *sandboxv1.SandboxSpec {
+	s := plainVictim(w)
+	s.WorkingDir = "/busy"
+	s.VolumeMounts = []*sandboxv1.VolumeMount{{Source: w.directory("static"), Target: "/static", Mode: "ro"}}
+	s.DynamicVolumes = []*sandboxv1.DynamicVolume{{VolumeType: "local", Source: w.directory("busy"), Target: "/busy"}}
+	return s
+}
+
+func create(spec func(*world) *sandboxv1.SandboxSpec) step {
+	return step{"create", func(ctx context.Context, w *world) error {
+		_, err := w.Sandboxes.CreateSandbox(ctx, &sandboxv1.CreateSandboxRequest{Wait: true,
+			Sandbox: &sandboxv1.Sandbox{Name: victim, Spec: spec(w)}})
+		if reason(err) == fault.SandboxExists {
+			return w.awaitPhase(ctx, "Running")
+		}
+		return err
+	}}
+}
+
+// createStuck makes a sandbox that cannot start, as a volume of it is missing.
+var createStuck = step{"create with a missing volume", func(ctx context.Context, w *world) error {
+	spec := fullVictim(w)
+	spec.DynamicVolumes[0].Source = w.directory("missing")
+	_, err := w.Sandboxes.CreateSandbox(ctx, &sandboxv1.CreateSandboxRequest{Wait: true,
+		Sandbox: &sandboxv1.Sandbox{Name: victim, Spec: spec}})
+	if reason(err) == fault.SandboxExists {
+		return nil
+	}
+	return expect(err, fault.SourceNotFound)
+}}
+
+// createAndDelete deletes a sandbox while its creation stands at a failpoint, if that is armed.
+var createAndDelete = step{"delete while it is created", func(ctx context.Context, w *world) error {
+	_, err := w.Sandboxes.CreateSandbox(ctx, &sandboxv1.CreateSandboxRequest{Sandbox: &sandboxv1.Sandbox{Name: victim, Spec: plainVictim(w)}})
+	if err != nil && reason(err) != fault.SandboxExists {
+		return err
+	}
+	if err := w.awaitPauseOr(ctx, func() bool { return w.awaitPhaseNow(ctx, "Running") == nil }); err != nil {
+		return err
+	}
+	defer os.Remove(w.pauseFile())
+	if _, err := w.Sandboxes.DeleteSandbox(ctx, &sandboxv1.DeleteSandboxRequest{Sandbox: ref(victim)}); err != nil {
+		return err
+	}
+	// The command to create it is called off once the deletion is seen.
+	return await(ctx, func() error {
+		sb, err := w.Sandboxes.GetSandbox(ctx, &sandboxv1.GetSandboxRequest{Sandbox: ref(victim)})
+		if reason(err) == fault.SandboxNotFound {
+			return nil
+		}
+		if err == nil && sb.GetStatus().GetPhase() != "Terminating" {
+			err = fmt.Errorf("the sandbox is %s", sb.GetStatus().GetPhase())
+		}
+		return err
+	})
+}}
+
+var remove = step{"delete", func(ctx context.Context, w *world) error {
+	_, err := w.Sandboxes.DeleteSandbox(ctx, &sandboxv1.DeleteSandboxRequest{Sandbox: ref(victim), Wait: true})
+	if reason(err) == fault.SandboxNotFound {
+		return nil
+	}
+	return err
+}}
+
+func add(source func(*world) string, target, size string) func(context.Context, *world) error {
+	return func(ctx context.Context, w *world) error {
+		added, err := w.Volumes.AddSandVolume(ctx, &sandboxv1.AddSandVolumeRequest{Sandbox: ref(victim),
+			Volume: &sandboxv1.DynamicVolume{VolumeType: "local", Source: source(w), Target: target, SizeLimit: size}})
+		if err == nil && added.GetVolume().GetPhase() != "Mounted" {
+			err = fmt.Errorf("added, but %s", added.GetVolume().GetPhase())
+		}
+		return err
+	}
+}
+
+func more(w *world) string { return w.directory("more") }
+
+var (
+	addDirectory = step{"add a directory at a place that is missing", add(more, "/a/b/c", "")}
+	addImage     = step{"add a new image", add((*world).image, "/image", "16Mi")}
+	addToFull    = step{"add to a directory that is not empty", func(ctx context.Context, w *world) error {
+		return expect(add(more, "/full", "")(ctx, w), "TARGET_NOT_EMPTY")
+	}}
+)
+
+// takeAway removes a volume; the answer must be one of those.
+func takeAway(ctx context.Context, w *world, target string, force bool, results ...sandboxv1.RemoveSandVolumeResponse_Result) error {
+	removed, err := w.Volumes.RemoveSandVolume(ctx, &sandboxv1.RemoveSandVolumeRequest{Sandbox: ref(victim), Target: target, Force: force})
+	if err == nil && !slices.Contains(results, removed.GetResult()) {
+		err = fmt.Errorf("the answer is %v", removed.GetResult())
+	}
+	return err
+}
+
+var (
+	removeDirectory = step{"remove a volume", func(ctx context.Context, w *world) error {
+		return takeAway(ctx, w, "/a/b/c", false, sandboxv1.RemoveSandVolumeResponse_DETACHED, sandboxv1.RemoveSandVolumeResponse_ABSENT)
+	}}
+	removeBusy = step{"remove a volume in use", func(ctx context.Context, w *world) error {
+		return expect(takeAway(ctx, w, "/busy", false), fault.Busy)
+	}}
+	removeBusyForced = step{"remove a volume in use by force", func(ctx context.Context, w *world) error {
+		return takeAway(ctx, w, "/busy", true, sandboxv1.RemoveSandVolumeResponse_LAZY, sandboxv1.RemoveSandVolumeResponse_ABSENT)
+	}}
+)
+
+// killProcess kills the sandbox's first process, and waits until there is another one with the same volumes.
+var killProcess = step{"kill the process", func(ctx context.Context, w *world) error {
+	before, err := w.task(ctx, victim)
+	if err != nil {
+		return err
+	}
+	if err := unix.Kill(before.PID, unix.SIGKILL); err != nil && !errors.Is(err, unix.ESRCH) {
+		return err
+	}
+	return await(ctx, func() error {
+		now, err := w.task(ctx, victim)
+		if err != nil {
+			return err
+		}
+		if now.PID == before.PID || now.State != "Running" {
+			return fmt.Errorf("process %d is %s", now.PID, now.State)
+		}
+		volumes, _, err := w.volumesIn(now.PID)
+		if err == nil && len(volumes) != 3 {
+			err = fmt.Errorf("the new process has %v", volumes)
+		}
+		return err
+	})
+}}
+
+func pause(paused bool) step {
+	return step{fmt.Sprintf("pause %v", paused), func(ctx context.Context, w *world) error {
+		_, err := w.Sandboxes.PauseSandbox(ctx, &sandboxv1.PauseSandboxRequest{Sandbox: ref(victim), Paused: paused, Wait: true})
+		return err
+	}}
+}
+
+// attachAtCreate prepares a volume for a sandbox that the scheduler does not know: it has it deleted.
+var attachAtCreate = step{"attach at creation", func(ctx context.Context, w *world) error {
+	uid := uuid.NewString()
+	_, err := w.agent.Attach(ctx, &agentv1.AttachRequest{
+		Command: &agentv1.Command{SandboxUid: uid, OperationId: "late-" + uid}, When: agentv1.When_AT_CREATE, TenantId: tenant,
+		Target: "/late", Mode: "rw", EntryHash: "late", Source: &agentv1.AttachRequest_Local{Local: &agentv1.LocalSource{Path: w.directory("more")}}})
+	return err
+}}
+
+func reason(err error) fault.Reason {
+	if err == nil {
+		return ""
+	}
+	return fault.ReasonOf(fault.FromGRPC(err))
+}
+
+// expect is nil for an error of the reason.
+func expect(err error, want fault.Reason) error {
+	switch {
+	case err == nil:
+		return fmt.Errorf("succeeded: want %s", want)
+	case reason(err) != want:
+		return fmt.Errorf("want %s: %w", want, err)
+	}
+	return nil
+}
+
+func (w *world) awaitPhase(ctx context.Context, phase string) error {
+	return await(ctx, func() error { return w.awaitPhaseNow(ctx, phase) })
+}
+
+func (w *world) awaitPhaseNow(ctx context.Context, phase string) error {
+	sb, err := w.Sandboxes.GetSandbox(ctx, &sandboxv1.GetSandboxRequest{Sandbox: ref(victim)})
+	if err == nil && sb.GetStatus().GetPhase() != phase {
+		err = fmt.Errorf("the sandbox is %s: want %s (%s)", sb.GetStatus().GetPhase(), phase, sb.GetStatus().GetMessage())
+	}
+	return err
+}
+
+// awaitPauseOr waits until the server pauses at a failpoint, or something else is so.
+func (w *world) awaitPauseOr(ctx context.Context, other func() bool) error {
+	ticker := time.NewTicker(5 * time.Millisecond)
+	defer ticker.Stop()
+	for {
+		if _, err := os.Stat(w.pauseFile()); err == nil || other() {
+			return nil
+		}
+		select {
+		case <-ticker.C:
+		case <-ctx.Done():
+			return fmt.Errorf("the server does not reach the failpoint: %w", ctx.Err())
+		}
+	}
+}
+
+// target is one point, at one of its hits, in one scenario.
+type target struct {
+	point    string
+	hit      string // "", or "2*" for the second
+	scenario *scenario
+}
+
+func (g target) String() string { return g.hit + g.point + " in: " + g.scenario.name }
+
+// arm is the environment that arms the point with an action.
+func (g target) arm(w *world, action string) string {
+	env := machine.Arm(g.point, g.hit+action)
+	if g.scenario.also != nil {
+		env += ";" + g.scenario.also(w)
+	}
+	return env
+}
+
+// targets are those of the points, in the order of the scenarios. unclaimed are points of which no scenario knows.
+func targets(points []string) (all []target, unclaimed []string) {
+	claimed := map[string]bool{}
+	for i := range scenarios {
+		s := &scenarios[i]
+		for _, pattern := range s.points {
+			hit, pattern := splitHit(pattern)
+			for _, p := range points {
+				if ok, _ := path.Match(pattern, p); ok && s.reaches(p) {
+					all = append(all, target{p, hit, s})
+					claimed[p] = true
+				}
+			}
+		}
+	}
+	for _, p := range points {
+		if !claimed[p] {
+			unclaimed = append(unclaimed, p)
+		}
+	}
+	return all, unclaimed
+}
