@@ -39,6 +39,11 @@ refused() { # refused WORD COMMAND…: it must fail, and say WORD
 	[ "$code" != 0 ] || fail "this should have been refused: $*"
 	grep -q -- "$word" <<<"$out" || fail "the refusal does not say $word: $out"
 }
+# attaches COMMAND…: works, and the time that the attach itself took in the agent, which logs it.
+attaches() {
+	works "$@"
+	printf '%s    (of which the attach itself: %s)%s\n' "$dim" "$(grep 'msg="volume attached"' "$scratch/server.log" | tail -n 1 | grep -oE 'duration=[^ ]+' | cut -d= -f2)" "$off"
+}
 says() { grep -q -- "$1" <<<"$out" || fail "expected \"$1\" in: $out"; }
 
 # --- what is on the machine, before and after -----------------------------------------------------------------------
@@ -117,9 +122,9 @@ tell() { # tell SANDBOX LINE: its resident process runs the line; what it says i
 }
 
 step '3. Volumes into the running processes: her own, a shared one, a size-limited one'
-works fluxctl volume add alice --source "$scratch/data/tenants/alice/workspace" --target /workspace
-works fluxctl volume add alice --source "$scratch/data/models" --target /models --ro
-works fluxctl volume add alice --source "$scratch/data/scratch/alice/cache" --target /cache --size 64Mi
+attaches fluxctl volume add alice --source "$scratch/data/tenants/alice/workspace" --target /workspace
+attaches fluxctl volume add alice --source "$scratch/data/models" --target /models --ro
+attaches fluxctl volume add alice --source "$scratch/data/scratch/alice/cache" --target /cache --size 64Mi
 works fluxctl volume ls alice
 tell alice 'echo "written by the running process" >/workspace/result'
 says 'exit 0'

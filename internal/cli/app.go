@@ -125,7 +125,7 @@ NAME is a sandbox of the namespace given by -n; namespace/name or a UID will do 
 		address = DefaultAddress
 	}
 	flags := root.PersistentFlags()
-	flags.StringVar(&a.address, "address", address, "the server: unix:///path, or host:port")
+	flags.StringVar(&a.address, "address", address, "the server: unix:///path/of/the.sock")
 	flags.StringVarP(&a.namespace, "namespace", "n", "default", "the namespace of sandboxes")
 	flags.StringVarP(&a.output, "output", "o", outTable, "table, json or yaml")
 	flags.DurationVar(&a.timeout, "timeout", 2*time.Minute, "how long to wait for the server's answer; 0 for no bound")

@@ -78,7 +78,7 @@ func TestContainerdCrash(t *testing.T) {
 	}
 	reader.open()
 	if got := <-done; got.err != nil || got.code != 9 {
-		t.Errorf("the exec that ran meanwhile: %+v", got)
+		t.Errorf("the exec that ran meanwhile: exit code %d, %v", got.code, got.err)
 	}
 	if err := r.Start(t.Context(), created.UID); err != nil {
 		t.Errorf("start of what was created before: %v", err)

@@ -32,7 +32,7 @@ var kindOf = map[Reason]error{
 	TenantMismatch:     errdefs.ErrPermissionDenied,
 	InvalidVolumeType:  errdefs.ErrInvalidArgument,
 	VolumeTypeOff:      errdefs.ErrFailedPrecondition,
-	TooManyVolumes:     errdefs.ErrResourceExhausted,
+	TooManyVolumes:     errdefs.ErrFailedPrecondition,
 	InvalidOnFailure:   errdefs.ErrInvalidArgument,
 	FeatureDisabled:    errdefs.ErrFailedPrecondition,
 	CrossTopology:      errdefs.ErrFailedPrecondition,

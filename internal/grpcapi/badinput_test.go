@@ -4,13 +4,18 @@ import (
 	"context"
 	"strings"
 	"testing"
+	"unicode/utf8"
 
 	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/status"
 	"google.golang.org/protobuf/types/known/timestamppb"
 
 	sandboxv1 "github.com/flux-sandbox/flux-sandbox/api/proto/sandbox/v1"
+	"github.com/flux-sandbox/flux-sandbox/api/sandbox/v1alpha1"
 	"github.com/flux-sandbox/flux-sandbox/internal/fault"
+	"github.com/flux-sandbox/flux-sandbox/internal/grpcapi/convert"
 	"github.com/flux-sandbox/flux-sandbox/internal/grpcapi/grpcapitest"
+	"github.com/flux-sandbox/flux-sandbox/internal/volume/volumetest"
 )
 
 // badInput is a malformed request and what is said of it.
@@ -27,6 +32,7 @@ func TestBadInput(t *testing.T) {
 	e.Run(sandbox("a", func(sb *sandboxv1.Sandbox) {
 		sb.Spec.VolumeMounts = []*sandboxv1.VolumeMount{{Source: "/srv/models", Target: "/models", Mode: "ro"}}
 	}))
+	e.Run(sandbox("t", func(sb *sandboxv1.Sandbox) { sb.Spec.TenantId = volumetest.Tenant }))
 	table := badInputs()
 	if len(table) < 60 {
 		t.Errorf("%d malformed requests only", len(table))
@@ -181,6 +187,44 @@ func badInputs() []badInput {
 		}, c.code, c.reason})
 	}
 
+	// What every layer refuses, through this one.
+	inTenant := func(ctx context.Context, e *grpcapitest.Env, spec *sandboxv1.SandboxSpec) error {
+		spec.Image, spec.TenantId = "busybox:1", volumetest.Tenant
+		_, err := e.Sandboxes.CreateSandbox(ctx, &sandboxv1.CreateSandboxRequest{Sandbox: &sandboxv1.Sandbox{Name: "new", Spec: spec}})
+		return err
+	}
+	for _, c := range volumetest.Malformed() {
+		if !sendable(c.Entry) {
+			continue
+		}
+		code := status.Code(fault.ToGRPC(c.Kind))
+		table = append(table, badInput{"add/" + c.Name, func(ctx context.Context, e *grpcapitest.Env) error {
+			_, err := e.Volumes.AddSandVolume(ctx, add("t", "", "", func(r *sandboxv1.AddSandVolumeRequest) {
+				r.Volume, r.OnFailure, r.RequestId = convert.DynamicVolumeProto(c.Entry), string(c.Entry.OnFailure), c.Entry.RequestID
+				r.Volume.OnFailure = ""
+			}))
+			return err
+		}, code, c.Reason})
+		if c.Entry.RequestID != volumetest.Valid().RequestID {
+			continue // A new sandbox's entries are given theirs by the server.
+		}
+		table = append(table, badInput{"create with/" + c.Name, func(ctx context.Context, e *grpcapitest.Env) error {
+			return inTenant(ctx, e, &sandboxv1.SandboxSpec{DynamicVolumes: []*sandboxv1.DynamicVolume{convert.DynamicVolumeProto(c.Entry)}})
+		}, code, c.Reason})
+	}
+	for _, c := range volumetest.Conflicts() {
+		table = append(table, badInput{"create with/" + c.Name, func(ctx context.Context, e *grpcapitest.Env) error {
+			spec := &sandboxv1.SandboxSpec{}
+			for _, target := range c.Static {
+				spec.VolumeMounts = append(spec.VolumeMounts, &sandboxv1.VolumeMount{Source: "/srv/data", Target: target})
+			}
+			for _, target := range c.Dynamic {
+				spec.DynamicVolumes = append(spec.DynamicVolumes, &sandboxv1.DynamicVolume{VolumeType: "local", Source: "/srv/data", Target: target})
+			}
+			return inTenant(ctx, e, spec)
+		}, status.Code(fault.ToGRPC(c.Kind)), c.Reason})
+	}
+
 	removes := map[string]struct {
 		req    *sandboxv1.RemoveSandVolumeRequest
 		code   codes.Code
@@ -267,8 +311,8 @@ func badInputs() []badInput {
 		"static mode": {func(sb *sandboxv1.Sandbox) {
 			sb.Spec.VolumeMounts = []*sandboxv1.VolumeMount{{Source: "/srv/x", Target: "/x", Mode: "wo"}}
 		}, bad, fault.InvalidMode},
-		"too many static":  {func(sb *sandboxv1.Sandbox) { sb.Spec.VolumeMounts = make([]*sandboxv1.VolumeMount, 33) }, codes.ResourceExhausted, fault.TooManyVolumes},
-		"too many dynamic": {dynamic(make([]string, 33)...), codes.ResourceExhausted, fault.TooManyVolumes},
+		"too many static":  {func(sb *sandboxv1.Sandbox) { sb.Spec.VolumeMounts = make([]*sandboxv1.VolumeMount, 33) }, codes.FailedPrecondition, fault.TooManyVolumes},
+		"too many dynamic": {dynamic(make([]string, 33)...), codes.FailedPrecondition, fault.TooManyVolumes},
 		"targets twice":    {dynamic("/x", "/x"), codes.AlreadyExists, fault.TargetInUse},
 		"targets nested":   {dynamic("/x", "/x/y"), codes.FailedPrecondition, fault.TargetNested},
 		"volume of another": {func(sb *sandboxv1.Sandbox) {
@@ -363,6 +407,17 @@ func badInputs() []badInput {
 		table = append(table, badInput{"other/" + name, c.call, bad, c.reason})
 	}
 	return table
+}
+
+// sendable says whether the messages can express an entry: strings are UTF-8 in protobuf, and a request to detach
+// is none of a client's.
+func sendable(e v1alpha1.DynamicVolume) bool {
+	for _, text := range []string{string(e.VolumeType), e.Source, e.Target, string(e.Mode), e.SizeLimit, e.TenantID, e.SubPath, string(e.OnFailure), e.RequestID} {
+		if !utf8.ValidString(text) {
+			return false
+		}
+	}
+	return e.Detach == nil
 }
 
 func watchError(ctx context.Context, e *grpcapitest.Env, req *sandboxv1.WatchSandboxesRequest) error {

@@ -104,6 +104,18 @@ func (d *detached) decide(sb *v1alpha1.Sandbox) (bool, error) {
 	return false, rowError(sb, row)
 }
 
+// last is the last row of the volume. When it went without a trace the last that was seen of it may be from before
+// that: then it is shown as detaching, and not as mounted.
+func (d *detached) last() *v1alpha1.VolumeStatus {
+	if d.row == nil || d.result == sandboxv1.RemoveSandVolumeResponse_LAZY {
+		return d.row
+	}
+	row := d.row.DeepCopy()
+	row.RequestID, row.Phase = d.plan.entry.Detach.RequestID, v1alpha1.VolumeDetaching
+	row.Reason, row.Message, row.DetachState, row.Holders = "", "", "", nil
+	return row
+}
+
 // entryGone is done when the entry of a plan is not in the spec any more, or no longer being detached.
 func entryGone(entry v1alpha1.DynamicVolume) func(*v1alpha1.Sandbox) (bool, error) {
 	hash := volume.EntryHash(&entry)
@@ -186,7 +198,7 @@ func stillPending(ctx context.Context, err error, format string, args ...any) er
 	return err
 }
 
-// so far says in a message where a row stands.
+// soFar says in a message where a row stands.
 func soFar(row *v1alpha1.VolumeStatus) string {
 	if row == nil {
 		return "not begun"

@@ -135,7 +135,7 @@ func maxVolumes(group *v1alpha1.SandboxGroup) int {
 }
 
 func tooMany(kind string, most int) error {
-	return fault.New(errdefs.ErrResourceExhausted, fault.TooManyVolumes,
+	return fault.New(errdefs.ErrFailedPrecondition, fault.TooManyVolumes,
 		"a sandbox of this group may have at most %d %s volumes: remove one first", most, kind)
 }
 

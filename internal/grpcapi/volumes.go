@@ -156,9 +156,9 @@ func (s *volumeService) RemoveSandVolume(ctx context.Context, req *sandboxv1.Rem
 			target, keyOf(sb), soFar(outcome.row))
 	}
 	resp := &sandboxv1.RemoveSandVolumeResponse{Result: outcome.result}
-	if outcome.row != nil {
-		annotate(ctx, slog.String("source", outcome.row.Source), slog.String("operation", outcome.row.OperationID))
-		resp.Volume = convert.VolumeStatusProto(*outcome.row)
+	if row := outcome.last(); row != nil {
+		annotate(ctx, slog.String("source", row.Source), slog.String("operation", row.OperationID))
+		resp.Volume = convert.VolumeStatusProto(*row)
 	}
 	return resp, nil
 }

@@ -211,7 +211,7 @@ func TestAddRefusals(t *testing.T) {
 		"type off in the group":  {add("strict", "claim", "/x", volume(func(v *sandboxv1.DynamicVolume) { v.VolumeType = "pvc" })), codes.FailedPrecondition, fault.VolumeTypeOff, "volumePolicy"},
 		"target off in group":    {add("strict", "/srv/data", "/opt/x"), codes.PermissionDenied, fault.TargetDenied, "/opt"},
 		"size required":          {add("strict", "/srv/data", "/x"), codes.FailedPrecondition, fault.SizeRequired, "sizeLimit"},
-		"too many for the group": {add("strict", "/srv/data", "/x", volume(func(v *sandboxv1.DynamicVolume) { v.Mode = "ro" })), codes.ResourceExhausted, fault.TooManyVolumes, "2"},
+		"too many for the group": {add("strict", "/srv/data", "/x", volume(func(v *sandboxv1.DynamicVolume) { v.Mode = "ro" })), codes.FailedPrecondition, fault.TooManyVolumes, "2"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			before := e.Dump()
@@ -242,7 +242,7 @@ func TestAtMost32Volumes(t *testing.T) {
 	n := 0
 	for err := range refused {
 		n++
-		wantError(t, err, codes.ResourceExhausted, fault.TooManyVolumes, "32")
+		wantError(t, err, codes.FailedPrecondition, fault.TooManyVolumes, "32")
 	}
 	if n != 8 || len(stored(t, e, "a").Spec.DynamicVolumes) != 32 {
 		t.Errorf("%d refused, %d entries", n, len(stored(t, e, "a").Spec.DynamicVolumes))
@@ -357,7 +357,7 @@ func TestRemoveVolume(t *testing.T) {
 		noError(t, err)
 		resp, err := e.Volumes.RemoveSandVolume(t.Context(), remove("a", "/again"))
 		noError(t, err)
-		if resp.Result != sandboxv1.RemoveSandVolumeResponse_DETACHED {
+		if resp.Result != sandboxv1.RemoveSandVolumeResponse_DETACHED || resp.Volume.Phase != "Detaching" || resp.Volume.Source != "/srv/data" {
 			t.Errorf("got %v", resp)
 		}
 	})

@@ -10,6 +10,8 @@ import (
 
 	"github.com/containerd/errdefs"
 	"golang.org/x/sys/unix"
+
+	"github.com/flux-sandbox/flux-sandbox/internal/testenv"
 )
 
 func TestAttachShowsTheSource(t *testing.T) {
@@ -290,7 +292,7 @@ func TestEndedSandbox(t *testing.T) {
 }
 
 func TestHostIsNeverEntered(t *testing.T) {
-	needRoot(t)
+	testenv.NeedRoot(t)
 	p, err := OpenProcess(os.Getpid())
 	check(t, err)
 	defer p.Close()

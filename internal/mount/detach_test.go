@@ -12,6 +12,8 @@ import (
 
 	"github.com/containerd/errdefs"
 	"golang.org/x/sys/unix"
+
+	"github.com/flux-sandbox/flux-sandbox/internal/testenv"
 )
 
 func TestBusy(t *testing.T) {
@@ -77,11 +79,8 @@ func commandOf(t *testing.T, pid int) string {
 }
 
 func TestBusyByProgramAndThread(t *testing.T) {
-	needRoot(t)
-	busybox, err := exec.LookPath("busybox")
-	if err != nil {
-		t.Skip("needs busybox")
-	}
+	testenv.NeedRoot(t)
+	busybox := testenv.NeedBinary(t, "busybox")
 	s := newSandbox(t)
 	ns := s.enter(modern())
 	source := newSource(t)
@@ -151,7 +150,7 @@ func TestDetachNeedsAnIdentity(t *testing.T) {
 }
 
 func TestHolding(t *testing.T) {
-	needRoot(t)
+	testenv.NeedRoot(t)
 	scanned := func(ctx context.Context, m Match) ([]NamespaceRef, error) { return holdingScanned(ctx, m) }
 	for name, holding := range map[string]func(context.Context, Match) ([]NamespaceRef, error){"listed": Holding, "scanned": scanned} {
 		t.Run(name, func(t *testing.T) {
@@ -227,7 +226,7 @@ func TestHoldingByDescriptorScanned(t *testing.T) {
 }
 
 func TestSuperblockUsers(t *testing.T) {
-	needRoot(t)
+	testenv.NeedRoot(t)
 	tree, err := NewFilesystem(Filesystem{Type: "tmpfs"})
 	check(t, err)
 	defer tree.Close()

@@ -12,16 +12,18 @@ import (
 
 	"github.com/containerd/errdefs"
 	"golang.org/x/sys/unix"
+
+	"github.com/flux-sandbox/flux-sandbox/internal/testenv"
 )
 
 // newDeadFUSE is a FUSE filesystem whose server took the mount and answers
 // nothing, and a namespace in which it is mounted at the directory.
 func newDeadFUSE(t *testing.T) (*Tree, *os.File) {
 	t.Helper()
-	needRoot(t)
+	testenv.NeedRoot(t)
 	server, err := os.OpenFile("/dev/fuse", os.O_RDWR, 0)
 	if err != nil {
-		t.Skip("no FUSE:", err)
+		testenv.Missing(t, "FUSE: %v", err)
 	}
 	t.Cleanup(func() { server.Close() })
 	tree, err := NewFilesystem(Filesystem{Type: "fuse", Source: "dead", Options: []Option{
@@ -105,7 +107,7 @@ func TestDeadFUSEInASandbox(t *testing.T) {
 }
 
 func TestHelper(t *testing.T) {
-	needRoot(t)
+	testenv.NeedRoot(t)
 	ctx := context.Background()
 	source := newSource(t)
 	check(t, os.Mkdir(filepath.Join(source, "sub"), 0o755))

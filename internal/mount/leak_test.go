@@ -9,6 +9,8 @@ import (
 	"testing"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/flux-sandbox/flux-sandbox/internal/testenv"
 )
 
 func count(t *testing.T, dir string) int {
@@ -86,7 +88,7 @@ func TestNothingLeaks(t *testing.T) {
 
 func TestMainThreadStaysOut(t *testing.T) {
 	var own unix.Stat_t
-	needRoot(t)
+	testenv.NeedRoot(t)
 	check(t, unix.Stat(fmt.Sprintf("/proc/self/task/%d/ns/mnt", os.Getpid()), &own))
 	var sandboxes []*sandboxProcess
 	for range 4 {

@@ -16,6 +16,8 @@ import (
 	"time"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/flux-sandbox/flux-sandbox/internal/testenv"
 )
 
 const (
@@ -34,17 +36,6 @@ func TestMain(m *testing.M) {
 		reexecMain()
 	}
 	os.Exit(m.Run())
-}
-
-func needRoot(t testing.TB) {
-	t.Helper()
-	if os.Geteuid() == 0 {
-		return
-	}
-	if os.Getenv("CI") == "true" {
-		t.Fatal("needs root")
-	}
-	t.Skip("needs root")
 }
 
 func check(t testing.TB, err error) {
@@ -83,7 +74,7 @@ type sandboxProcess struct {
 
 func newSandbox(t testing.TB, env ...string) *sandboxProcess {
 	t.Helper()
-	needRoot(t)
+	testenv.NeedRoot(t)
 	s := &sandboxProcess{TB: t, cmd: exec.Command("/proc/self/exe")}
 	s.cmd.Env = append([]string{sandboxEnv + "=1", rootEnv + "=" + t.TempDir()}, env...)
 	s.cmd.Stderr = os.Stderr
@@ -213,11 +204,11 @@ func mountsAt(t testing.TB, ns *Namespace, device, root string) []string {
 
 // bothKernels runs a test with and without what came after the kernel floor.
 func bothKernels(t *testing.T, f func(t *testing.T, modern bool)) {
-	needRoot(t)
+	testenv.NeedRoot(t)
 	t.Run("floor", func(t *testing.T) { f(t, false) })
 	t.Run("modern", func(t *testing.T) {
 		if !modern() {
-			t.Skip("this kernel has no unique mount ids")
+			testenv.Missing(t, "a kernel with unique mount ids")
 		}
 		f(t, true)
 	})

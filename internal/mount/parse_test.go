@@ -9,6 +9,8 @@ import (
 	"unsafe"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/flux-sandbox/flux-sandbox/internal/testenv"
 )
 
 func FuzzParseStatmount(f *testing.F) {
@@ -75,7 +77,7 @@ func TestLayouts(t *testing.T) {
 
 func TestStatmountGrowsItsBuffer(t *testing.T) {
 	if !modern() {
-		t.Skip("this kernel has no statmount")
+		testenv.Missing(t, "a kernel with statmount")
 	}
 	id, _, err := mountIDAt(unix.AT_FDCWD, "/proc", 0, true)
 	check(t, err)

@@ -5,10 +5,12 @@ import (
 	"testing"
 
 	"github.com/containerd/errdefs"
+
+	"github.com/flux-sandbox/flux-sandbox/internal/testenv"
 )
 
 func TestProbe(t *testing.T) {
-	needRoot(t)
+	testenv.NeedRoot(t)
 	features := Probe()
 	check(t, Require(features))
 	for _, f := range features {

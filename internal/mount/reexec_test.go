@@ -11,6 +11,8 @@ import (
 	"testing"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/flux-sandbox/flux-sandbox/internal/testenv"
 )
 
 // reexecMain runs in a mount namespace other than the host's, as an agent in a
@@ -53,7 +55,7 @@ func reexecMain() {
 }
 
 func TestReexecInHostNamespace(t *testing.T) {
-	needRoot(t)
+	testenv.NeedRoot(t)
 	cmd := exec.Command("/proc/self/exe", "an", "argument")
 	cmd.Env = []string{fmt.Sprintf("%s=%d", reexecTest, os.Getpid()), rootEnv + "=" + t.TempDir()}
 	cmd.SysProcAttr = &syscall.SysProcAttr{Unshareflags: unix.CLONE_NEWNS}
@@ -66,7 +68,7 @@ func TestReexecInHostNamespace(t *testing.T) {
 }
 
 func TestReexecInTheHostIsANoOp(t *testing.T) {
-	needRoot(t)
+	testenv.NeedRoot(t)
 	keep := map[string]*os.File{"a": os.Stdin}
 	kept, err := reexecInNamespaceOf(os.Getppid(), keep)
 	if err != nil || kept["a"] != os.Stdin {

@@ -12,6 +12,8 @@ import (
 
 	"github.com/containerd/errdefs"
 	"golang.org/x/sys/unix"
+
+	"github.com/flux-sandbox/flux-sandbox/internal/testenv"
 )
 
 func itoa(n int) string { return strconv.Itoa(n) }
@@ -104,7 +106,7 @@ func TestRoots(t *testing.T) {
 }
 
 func TestSub(t *testing.T) {
-	needRoot(t)
+	testenv.NeedRoot(t)
 	direct := func(tree *Tree, sub string) (*Tree, error) { return tree.Sub(sub) }
 	workbench := func(tree *Tree, sub string) (*Tree, error) {
 		dir, err := OpenSubPath(tree.file, sub)
@@ -162,10 +164,7 @@ func TestNosuidNodevNoexec(t *testing.T) {
 	ns := s.enter(modern())
 	source := newSource(t)
 	check(t, unix.Mknod(filepath.Join(source, "null"), unix.S_IFCHR|0o666, int(unix.Mkdev(1, 3))))
-	busybox, err := exec.LookPath("busybox")
-	if err != nil {
-		t.Skip("needs busybox")
-	}
+	busybox := testenv.NeedBinary(t, "busybox")
 	program, err := os.ReadFile(busybox)
 	check(t, err)
 	check(t, os.WriteFile(filepath.Join(source, "busybox"), program, 0o755))
@@ -186,7 +185,7 @@ func TestNosuidNodevNoexec(t *testing.T) {
 }
 
 func TestCloneOfSharedIsPrivate(t *testing.T) {
-	needRoot(t)
+	testenv.NeedRoot(t)
 	s := newSandbox(t)
 	ns := s.enter(modern())
 	source := newSource(t)
@@ -229,10 +228,7 @@ func TestCloneOfAnotherNamespaceIsRefused(t *testing.T) {
 
 func TestBlockFilesystem(t *testing.T) {
 	bothKernels(t, func(t *testing.T, modern bool) {
-		mkfs, err := exec.LookPath("mkfs.ext4")
-		if err != nil {
-			t.Skip("needs mkfs.ext4")
-		}
+		mkfs := testenv.NeedBinary(t, "mkfs.ext4")
 		s := newSandbox(t)
 		image := filepath.Join(t.TempDir(), "image")
 		f, err := os.OpenFile(image, os.O_CREATE|os.O_RDWR, 0o600)
@@ -299,7 +295,7 @@ func loop(t *testing.T, backing *os.File) string {
 }
 
 func TestFilesystemRefusalHasTheKernelsWords(t *testing.T) {
-	needRoot(t)
+	testenv.NeedRoot(t)
 	_, err := NewFilesystem(Filesystem{Type: "tmpfs", Options: []Option{{Key: "size", Value: "many"}}})
 	if reason(err) != ReasonFilesystem || !strings.Contains(err.Error(), "size") || !strings.Contains(err.Error(), "Bad value") {
 		t.Error(err)
@@ -311,13 +307,13 @@ func TestFilesystemRefusalHasTheKernelsWords(t *testing.T) {
 }
 
 func TestIDMap(t *testing.T) {
-	needRoot(t)
+	testenv.NeedRoot(t)
 	cmd := exec.Command("cat")
 	cmd.SysProcAttr = withUserNamespace
 	in, err := cmd.StdinPipe()
 	check(t, err)
 	if err := cmd.Start(); err != nil {
-		t.Skip("no user namespaces:", err)
+		testenv.Missing(t, "user namespaces: %v", err)
 	}
 	defer func() { in.Close(); _ = cmd.Wait() }()
 	p, err := OpenProcess(cmd.Process.Pid)

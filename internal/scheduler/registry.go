@@ -24,6 +24,8 @@ type InMemoryRegistry struct {
 	// inSubGroup counts the sandboxes of each sub-group.
 	inSubGroup map[SubSandboxGroupKey]int
 	indexes    map[SubSandboxGroupKey]*candidateIndex
+	// located has the node whose inventory lists a sandbox.
+	located map[types.UID]string
 	// prepared has the nodes on which a volume is prepared, images those on which a sandbox runs an image.
 	prepared map[string]map[string]*agentEntry
 	images   map[string]map[string]*agentEntry
@@ -70,6 +72,7 @@ func NewInMemoryRegistry() *InMemoryRegistry {
 		byNode:     map[string]map[types.UID]*placement{},
 		inSubGroup: map[SubSandboxGroupKey]int{},
 		indexes:    map[SubSandboxGroupKey]*candidateIndex{},
+		located:    map[types.UID]string{},
 		prepared:   map[string]map[string]*agentEntry{},
 		images:     map[string]map[string]*agentEntry{},
 	}
@@ -109,6 +112,9 @@ func (r *InMemoryRegistry) removeAgent(node string) {
 	}
 	e.connected = false
 	delete(r.agents, node)
+	for uid := range e.states {
+		r.dropLocked(e, uid)
+	}
 	e.leaveAll()
 	for key := range e.prepared {
 		removeNode(r.prepared, key, node)
@@ -164,7 +170,9 @@ func (r *InMemoryRegistry) applyInventory(node string, u *agentv1.InventoryUpdat
 		e.all = e.said
 		clear(e.about)
 		concerned = r.onNode(e) // those that the agent forgot are among them
-		clear(e.states)
+		for uid := range e.states {
+			r.dropLocked(e, uid)
+		}
 		for key := range e.prepared {
 			removeNode(r.prepared, key, node)
 		}
@@ -175,11 +183,11 @@ func (r *InMemoryRegistry) applyInventory(node string, u *agentv1.InventoryUpdat
 	for _, s := range u.GetSandboxes() {
 		uid := types.UID(s.GetUid())
 		if s.GetRemoved() {
-			delete(e.states, uid)
+			r.dropLocked(e, uid)
 			delete(e.about, uid)
 			e.all = e.said
 		} else {
-			e.states[uid] = s
+			r.haveLocked(e, uid, s)
 			e.about[uid] = e.said
 		}
 		concerned = append(concerned, uid)
@@ -235,7 +243,7 @@ func (r *InMemoryRegistry) setState(node string, uid types.UID, s *agentv1.Sandb
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	if e := r.agents[node]; e != nil && e.heard(uid) == since {
-		e.states[uid] = s
+		r.haveLocked(e, uid, s)
 	}
 }
 
@@ -244,7 +252,19 @@ func (r *InMemoryRegistry) dropState(node string, uid types.UID) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	if e := r.agents[node]; e != nil {
-		delete(e.states, uid)
+		r.dropLocked(e, uid)
+	}
+}
+
+func (r *InMemoryRegistry) haveLocked(e *agentEntry, uid types.UID, s *agentv1.SandboxState) {
+	e.states[uid] = s
+	r.located[uid] = e.agent.Node
+}
+
+func (r *InMemoryRegistry) dropLocked(e *agentEntry, uid types.UID) {
+	delete(e.states, uid)
+	if r.located[uid] == e.agent.Node {
+		delete(r.located, uid)
 	}
 }
 
@@ -305,12 +325,7 @@ func withVolume(s *agentv1.SandboxState, target string, record *agentv1.MountRec
 func (r *InMemoryRegistry) nodeOf(uid types.UID) string {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	for node, e := range r.agents {
-		if e.states[uid] != nil {
-			return node
-		}
-	}
-	return ""
+	return r.located[uid]
 }
 
 // place notes that a sandbox is on a node: it was decided now, or the store says so.

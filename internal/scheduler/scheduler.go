@@ -245,6 +245,9 @@ func (s *Scheduler) followSandboxes(ctx context.Context, synced chan<- struct{})
 		case store.Deleted:
 			s.cache.remove(e.Object)
 			s.registry.unplace(e.Object.UID)
+			if node := s.registry.nodeOf(e.Object.UID); node != "" {
+				s.queue.add(item{node: node, uid: e.Object.UID})
+			}
 			s.queue.add(item{key: store.KeyOf(e.Object)})
 			s.retryUnplaced()
 		case store.Changed:

@@ -545,6 +545,25 @@ func TestStaleCommandIsMadeAnew(t *testing.T) {
 	w.rowIs("a", "/data", v1alpha1.VolumeMounted)
 }
 
+func TestALeaderThatWasFollowedLeavesEntriesAlone(t *testing.T) {
+	w := newWorld(t)
+	w.running("a", nil)
+	stale := fault.New(errdefs.ErrFailedPrecondition, fault.StaleCommand, "epoch 1 is old")
+	w.agent().with(func() {
+		for range 100 {
+			w.agent().faults["attach /data"] = append(w.agent().faults["attach /data"], stale)
+		}
+	})
+	v := local("/data", "r-1")
+	v.OnFailure = v1alpha1.OnFailureRemove
+	w.add("a", v)
+	w.eventually("repeated", func() bool { return w.agent().count("attach /data") == 4 })
+	w.look("a")
+	if w.entry("a", "/data") == nil || w.agent().count("attach /data") != 4 {
+		t.Errorf("%d attaches, entry %v", w.agent().count("attach /data"), w.entry("a", "/data"))
+	}
+}
+
 func TestConflictingAndFailingWrites(t *testing.T) {
 	w := newWorld(t)
 	w.running("a", nil)

@@ -12,12 +12,13 @@ import (
 	"github.com/google/go-containerregistry/pkg/v1/mutate"
 	"github.com/google/go-containerregistry/pkg/v1/tarball"
 
+	"github.com/flux-sandbox/flux-sandbox/internal/testenv"
 	"github.com/flux-sandbox/flux-sandbox/internal/testimage"
 )
 
 func TestImageIsCompleteAndReproducible(t *testing.T) {
-	if _, err := os.Stat(testimage.DefaultBusybox); err != nil && os.Getenv("CI") != "true" {
-		t.Skip("needs busybox-static")
+	if _, err := os.Stat(testimage.DefaultBusybox); err != nil {
+		testenv.Missing(t, "busybox-static: %v", err)
 	}
 	opts := testimage.Options{Name: "example.test/box:1", User: "user", Files: map[string]string{"/etc/motd": "hello"}}
 	var first, second bytes.Buffer

@@ -16,6 +16,7 @@ import (
 
 	agentv1 "github.com/flux-sandbox/flux-sandbox/api/proto/agent/v1"
 	"github.com/flux-sandbox/flux-sandbox/internal/containers"
+	"github.com/flux-sandbox/flux-sandbox/internal/testenv"
 	"github.com/flux-sandbox/flux-sandbox/test/machine"
 )
 
@@ -24,6 +25,8 @@ type world struct {
 	*machine.Machine
 	agent   agentv1.AgentServiceClient
 	runtime *containers.Runtime
+	// containerd is the machine's own.
+	containerd *containers.Child
 	// plain are the places where a sandbox without volumes has mounts.
 	plain map[string]bool
 	// before are the facts of the machine with nothing on it.
@@ -47,6 +50,10 @@ func newWorld(t *testing.T) *world {
 	})
 	must(t, err)
 	t.Cleanup(func() { must(t, w.runtime.Close()) })
+	// It is found, as it runs already.
+	w.containerd, err = containers.StartContainerd(t.Context(), containers.ChildConfig{Binary: testenv.NeedContainerd(t),
+		Root: filepath.Join(w.Dir, "state/containerd"), State: filepath.Join(w.Dir, "run/containerd"), Cgroup: "/" + name + "-containerd"})
+	must(t, err)
 	conn, err := grpc.NewClient("unix://"+filepath.Join(w.Dir, "run/agent.sock"), grpc.WithTransportCredentials(insecure.NewCredentials()),
 		grpc.WithConnectParams(grpc.ConnectParams{Backoff: backoff.Config{BaseDelay: 5 * time.Millisecond, MaxDelay: 20 * time.Millisecond}}))
 	must(t, err)

@@ -30,32 +30,24 @@ func buildAttacker(t *testing.T, dir string) {
 	}
 }
 
-// attackers are hostile processes of one sandbox.
-type attackers struct {
-	cancel context.CancelFunc
-	wg     sync.WaitGroup
-}
-
-func attack(t *testing.T, n *agenttest.Node, sb *agenttest.Sandbox, commands ...[]string) *attackers {
+// attack runs the attacker in a sandbox until stop is called.
+func attack(t *testing.T, n *agenttest.Node, sb *agenttest.Sandbox, attacks ...string) (stop func()) {
 	t.Helper()
 	ctx, cancel := context.WithCancel(t.Context())
-	a := &attackers{cancel: cancel}
-	for _, command := range commands {
-		a.wg.Go(func() {
-			// Its end by the context ends the process.
-			code, err := n.Runtime.Exec(ctx, sb.UID, containers.ExecSpec{Command: append([]string{"/tools/attacker"}, command...)}, containers.ExecIO{})
-			if ctx.Err() == nil {
-				t.Errorf("attacker %q ended by itself: code %d, %v", command, code, err)
-			}
-		})
+	var wg sync.WaitGroup
+	wg.Go(func() {
+		// The end of the context ends the process.
+		code, err := n.Runtime.Exec(ctx, sb.UID, containers.ExecSpec{Command: append([]string{"/tools/attacker"}, attacks...)}, containers.ExecIO{})
+		if ctx.Err() == nil {
+			t.Errorf("the attacker ended by itself: code %d, %v", code, err)
+		}
+	})
+	stop = func() {
+		cancel()
+		wg.Wait()
 	}
-	t.Cleanup(a.stop)
-	return a
-}
-
-func (a *attackers) stop() {
-	a.cancel()
-	a.wg.Wait()
+	t.Cleanup(stop)
+	return stop
 }
 
 // placeOf looks a mount up in the sandbox, as the kernel has it.
@@ -87,22 +79,19 @@ func TestTargetUnderAttack(t *testing.T) {
 	must(t, os.WriteFile(filepath.Join(source, "precious"), []byte("content"), 0o644))
 	sb := n.Run(t, agenttest.Sandbox{Tenant: "t1"})
 	sb.Attach(t, agenttest.Volume{Source: tools, Target: "/tools", ReadOnly: true})
-	// /a/b/v is the target. /x/b/v is where it is when /a was exchanged with /x. The symlinks lead to /decoy, where
-	// directories of the same names wait: a volume there was led astray.
+	// /a/b/v is the target. Where it lies after an exchange is known. The symlinks lead to /decoy, where directories of
+	// the same names wait: a volume there was led astray.
 	sb.Shell(t, `mkdir -p /a/b/v /x/b/v /decoy/b/v /decoy/v && ln -s /decoy /a/link && ln -s /decoy /x/link && ln -s /decoy /rootlink`)
 	const target = "/a/b/v"
-	honest := map[string]bool{target: true, "/x/b/v": true, "/a/link/v": true, "/x/link/v": true, "/rootlink/b/v": true, "/rootlink/link/v": true}
+	honest := map[string]bool{}
+	for _, parent := range []string{"/a", "/x", "/rootlink"} {
+		honest[parent+"/b/v"], honest[parent+"/link/v"] = true, true
+	}
 	ns := enterSandbox(t, sb)
 	before, err := ns.Mounts()
 	must(t, err)
 
-	hostile := attack(t, n, sb,
-		[]string{"exchange", "/a", "/x"},
-		[]string{"exchange", "/a", "/rootlink"},
-		[]string{"exchange", "/a/b", "/a/link"},
-		[]string{"relink", "/a/b/v", "/decoy/v"},
-		[]string{"flap", "/a/b/v"},
-	)
+	stop := attack(t, n, sb, "exchange:/a:/x", "exchange:/a:/rootlink", "exchange:/a/b:/a/link", "relink:/a/b/v:/decoy/v", "flap:/x/b/v")
 	rounds := testenv.Long(2000, 20000)
 	attached, outcomes := 0, map[string]int{}
 	var last *agentv1.MountRecord
@@ -129,7 +118,7 @@ func TestTargetUnderAttack(t *testing.T) {
 			}
 		}
 	}
-	hostile.stop()
+	stop()
 	t.Logf("%d of %d attaches succeeded; refusals by reason: %v", attached, rounds, outcomes)
 	if attached < rounds/50 || attached == rounds {
 		t.Errorf("%d of %d succeeded: the attack, or the defence, did nothing", attached, rounds)

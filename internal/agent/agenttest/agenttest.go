@@ -123,6 +123,7 @@ func (n *Node) Start(tb testing.TB) {
 	// Stop waits for the handlers: an agent that was stopped must not act beside its successor, as one that was killed
 	// does not either.
 	n.server = agent.NewServer(n.Agent, grpc.WaitForHandlers(true))
+	must(tb, os.MkdirAll(n.run, 0o700)) // change may have put the journal elsewhere
 	socket := filepath.Join(n.run, "agent.sock")
 	_ = os.Remove(socket)
 	l, err := net.Listen("unix", socket)

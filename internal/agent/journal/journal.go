@@ -1,7 +1,6 @@
 package journal
 
 import (
-	"encoding/json"
 	"errors"
 	"fmt"
 	"maps"
@@ -263,7 +262,7 @@ func remove(m map[string]map[string]Volume, outer, inner string) {
 }
 
 func put(b *bolt.Bucket, key []byte, v any) error {
-	data, err := json.Marshal(v)
+	data, err := encode(v)
 	if err != nil {
 		return err
 	}

@@ -110,6 +110,9 @@ type Sandbox struct {
 	DeletedAt time.Time `json:"deletedAt,omitzero"`
 }
 
+// encode writes a record.
+func encode(v any) ([]byte, error) { return json.Marshal(v) }
+
 // decode reads a record. What follows the JSON value, or is not JSON, is an error that names the record.
 func decode[T any](bucket, key string, data []byte) (T, error) {
 	var v T

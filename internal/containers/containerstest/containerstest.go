@@ -27,6 +27,7 @@ import (
 	"time"
 
 	"github.com/flux-sandbox/flux-sandbox/internal/containers"
+	"github.com/flux-sandbox/flux-sandbox/internal/testenv"
 	"github.com/flux-sandbox/flux-sandbox/internal/testimage"
 )
 
@@ -115,12 +116,8 @@ func require(tb testing.TB) {
 	} else if _, err := os.Stat(testimage.DefaultBusybox); err != nil {
 		missing = "busybox-static"
 	}
-	switch {
-	case missing == "":
-	case os.Getenv("CI") == "true":
-		tb.Fatalf("this test needs %s", missing)
-	default:
-		tb.Skipf("this test needs %s", missing)
+	if missing != "" {
+		testenv.Missing(tb, "%s", missing)
 	}
 }
 

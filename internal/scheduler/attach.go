@@ -1,0 +1,386 @@
+package scheduler
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"slices"
+	"time"
+
+	"github.com/containerd/errdefs"
+
+	agentv1 "github.com/flux-sandbox/flux-sandbox/api/proto/agent/v1"
+	"github.com/flux-sandbox/flux-sandbox/api/sandbox/v1alpha1"
+	"github.com/flux-sandbox/flux-sandbox/internal/fault"
+	"github.com/flux-sandbox/flux-sandbox/internal/volume"
+)
+
+// planAttach deals with an entry that is to be mounted.
+func (m *VolumeManager) planAttach(p *pass, v *volumeState, e *entry, have *agentv1.MountRecord) {
+	v.answered = nil
+	if have != nil && have.GetPhase() == recordMounted && have.GetEntryHash() == e.hash {
+		v.settleBy = time.Time{}
+		m.mounted(p, v, e, have)
+		if m.confirmed(p, v) || p.stage != stageRunning {
+			return
+		}
+		m.attach(p, v, e) // it is a no-op if the mount is there
+		return
+	}
+	if p.stage != stageBringUp && p.stage != stageRunning {
+		m.cannotAttach(p, v, e)
+		return
+	}
+	current := v.row != nil && v.row.EntryHash == e.hash && !v.retained
+	wasMounted := current && v.row.Phase == v1alpha1.VolumeMounted
+	if e.kind == v1alpha1.VolumeKindDynamic && !wasMounted {
+		if err := m.gate(p); err != nil {
+			if !current || v.row.Phase != v1alpha1.VolumeFailed || v.row.Reason != string(fault.ReasonOf(err)) {
+				m.failed(p, v, e, err)
+			}
+			return
+		}
+	}
+	if current && v.row.Phase == v1alpha1.VolumeFailed && !m.due(p, v, e) {
+		return
+	}
+	if have != nil && (have.GetEntryHash() != e.hash || have.GetPhase() == recordDetaching) {
+		if have.GetEntryHash() == e.hash && !leaving(have) && m.settles(p, v) {
+			return
+		}
+		m.makeRoom(p, v, e, have)
+		return
+	}
+	v.settleBy = time.Time{}
+	if e.invalid != nil {
+		m.failed(p, v, e, e.invalid)
+		return
+	}
+	m.attach(p, v, e)
+}
+
+// cannotAttach is planAttach where there is no task to attach to, or the node is away.
+func (m *VolumeManager) cannotAttach(p *pass, v *volumeState, e *entry) {
+	current := v.row != nil && v.row.EntryHash == e.hash && !v.retained
+	lost := current && (v.row.Phase == v1alpha1.VolumeMounted || v.row.Phase == v1alpha1.VolumeAttaching)
+	switch {
+	case p.stage == stageIdle && p.unreachable && !lost && (!current || v.row.Phase == v1alpha1.VolumePending) &&
+		p.a.status.Phase == v1alpha1.SandboxRunning:
+		m.failed(p, v, e, fault.New(errdefs.ErrUnavailable, fault.AgentUnavailable,
+			"the agent of node %s cannot be reached: it is tried again when it is back", p.a.status.Node))
+	case !current && (p.stage == stageIdle || p.stage == stageHeld && !p.atRest):
+		// It will be seen soon; or the answer comes when the node is back.
+		if p.a.status.Phase != v1alpha1.SandboxRunning {
+			m.setPhase(p, v, m.rowFor(v, e), v1alpha1.VolumePending)
+		}
+	case !current, lost && (p.atRest || p.a.lifeErr != nil):
+		row := m.rowFor(v, e)
+		row.Reason, row.Message, row.DetachState, row.Holders, row.Attached = "", "", "", nil, ""
+		m.setPhase(p, v, row, v1alpha1.VolumePending)
+	}
+}
+
+// mounted makes the row say so.
+func (m *VolumeManager) mounted(p *pass, v *volumeState, e *entry, have *agentv1.MountRecord) {
+	row := m.rowFor(v, e)
+	if !(row.Phase == v1alpha1.VolumeMounted && row.DetachState == v1alpha1.DetachBusy) {
+		// What a refused detach left in the row stays, for its caller to find.
+		row.Reason, row.Message, row.DetachState, row.Holders = "", "", "", nil
+		row.RequestID = e.RequestID
+		if id := have.GetOperationId(); id != "" {
+			row.OperationID = id
+		}
+	}
+	row.Attempts, row.NextRetryTime = 0, nil
+	row.LimitEnforcement = v1alpha1.LimitEnforcement(have.GetLimitEnforcement())
+	row.CapacityBytes = have.GetCapacityBytes()
+	if at := have.GetAttached(); at != "" {
+		row.Attached = v1alpha1.AttachTime(at)
+	} else if row.Attached == "" {
+		row.Attached = v1alpha1.AttachedLive
+		if p.stage == stageBringUp {
+			row.Attached = v1alpha1.AttachedBeforeStart
+		}
+	}
+	if path := have.GetPath(); path != "" {
+		row.Path = v1alpha1.VolumePath(path)
+	}
+	if r := v.resolved; r != nil {
+		row.PVCName, row.PVName, row.PathReason = r.PVCName, r.PVName, r.PathReason
+		if r.Path != "" {
+			row.Path = r.Path
+		}
+	}
+	row.Topology, row.VolumeDomain, row.SandboxDomain = v.topology.result, v.topology.volume, v.topology.sandbox
+	v.over()
+	m.setPhase(p, v, row, v1alpha1.VolumeMounted)
+}
+
+// confirmed says whether a mount need not be asked for again: the inventory has spoken since the answer that told
+// of it, or still may.
+func (m *VolumeManager) confirmed(p *pass, v *volumeState) bool {
+	switch {
+	case v.unsure == 0:
+		return true
+	case p.registry.heard(p.a.status.Node, p.a.uid) != v.unsure:
+		v.unsure = 0
+		return true
+	case p.now.Before(v.confirmBy):
+		p.lookAt(v.confirmBy)
+		return true
+	}
+	return false
+}
+
+// gate says whether new dynamic volumes are refused: the group is gone, its gate is off, or one of its agents
+// is too old (design, rulings 2 and 13).
+func (m *VolumeManager) gate(p *pass) error {
+	switch {
+	case m.runtime == nil:
+		return fault.New(errdefs.ErrFailedPrecondition, fault.GroupNotFound,
+			"the sandbox group %s/%s does not exist, so nothing allows dynamic volumes: create it", p.key.Namespace, p.key.Group)
+	case !p.set.gate:
+		return fault.New(errdefs.ErrFailedPrecondition, fault.FeatureDisabled,
+			"dynamic volumes are off in sandbox group %s/%s: set spec.featureGates.dynamicVolumeMount", p.key.Namespace, p.key.Group)
+	case p.set.engine.skewed():
+		return fault.New(errdefs.ErrFailedPrecondition, fault.VersionSkew,
+			"dynamic volumes are off in sub-group %s while a node agent there lacks the capability %q: update it", p.key, CapabilityDynamicVolumes)
+	}
+	return nil
+}
+
+// isGate says whether a reason is one of gate's: it lasts as long as the gate is closed.
+func isGate(reason string) bool {
+	return slices.Contains([]string{string(fault.FeatureDisabled), string(fault.VersionSkew), string(fault.GroupNotFound)}, reason)
+}
+
+// due says whether a failed entry is to be tried again.
+func (m *VolumeManager) due(p *pass, v *volumeState, e *entry) bool {
+	row := v.row
+	switch {
+	case e.OnFailure == v1alpha1.OnFailureRemove:
+		m.remove(v, e) // it was left half done
+		return false
+	case isGate(row.Reason), row.ForceMount != e.ForceMount:
+	case row.NextRetryTime == nil:
+		return false
+	case isAway(row.Reason) && v.failedAt.Before(p.agent.changed):
+		// The agent is back.
+	case p.now.Before(v.retry.due):
+		p.lookAt(v.retry.due)
+		return false
+	}
+	v.retry.due = time.Time{}
+	return true
+}
+
+func isAway(reason string) bool {
+	return reason == string(fault.AgentUnavailable) || reason == string(fault.AgentRecovering)
+}
+
+// makeRoom deals with a target at which the node still has another entry's mount: it has to go first.
+func (m *VolumeManager) makeRoom(p *pass, v *volumeState, e *entry, have *agentv1.MountRecord) {
+	if row := m.rowFor(v, e); row.Phase != v1alpha1.VolumePending || row.Reason == "" {
+		row.Reason = string(fault.TargetInUse)
+		row.Message = "the volume that was at this target before is not detached yet"
+		row.DetachState = v1alpha1.DetachState(have.GetDetachState())
+		m.setPhase(p, v, row, v1alpha1.VolumePending)
+	}
+	if !leaving(have) {
+		m.detach(p, v, have.GetTarget(), nil, have.GetEntryHash())
+	}
+}
+
+// settles says whether a mount of ours that the inventory shows in the middle of a detach may still turn out to
+// stay, as one that was busy does.
+func (m *VolumeManager) settles(p *pass, v *volumeState) bool {
+	if v.settleBy.IsZero() {
+		v.settleBy = p.now.Add(settleAfter)
+	}
+	if p.now.Before(v.settleBy) {
+		p.lookAt(v.settleBy)
+		return true
+	}
+	return false
+}
+
+// attach orders an entry's mount.
+func (m *VolumeManager) attach(p *pass, v *volumeState, e *entry) {
+	size := int64(0)
+	if e.SizeLimit != "" {
+		var err error
+		if size, err = volume.ParseSize(e.SizeLimit); err != nil {
+			m.failed(p, v, e, err)
+			return
+		}
+	}
+	id := v.operationID("attach " + e.hash)
+	if p.now.Before(v.retry.due) {
+		p.lookAt(v.retry.due)
+		return
+	}
+	op := &operation{verb: verbAttach, id: id, target: e.Target, entry: e}
+	v.op = op
+	request := &agentv1.AttachRequest{
+		Workload:       containerWorkload,
+		When:           agentv1.When_NOW,
+		TenantId:       p.sb.Spec.TenantID,
+		Target:         e.Target,
+		Mode:           string(e.Mode),
+		SubPath:        e.SubPath,
+		SizeLimitBytes: size,
+		EntryHash:      e.hash,
+		Kind:           string(e.kind),
+		Policy:         &agentv1.VolumePolicy{DeniedTargets: p.set.policy.DeniedTargets},
+	}
+	sb, client, node, topology, resolver := p.sb, p.agent.Client, p.a.status.Node, p.set.topology, p.Resolver
+	p.begin(op, volumeTimeout, func(ctx context.Context, command *agentv1.Command) result {
+		var r result
+		switch e.VolumeType {
+		case v1alpha1.VolumeTypeLocal:
+			request.Source = &agentv1.AttachRequest_Local{Local: &agentv1.LocalSource{Path: e.Source}}
+		case v1alpha1.VolumeTypeSnapshot:
+			request.Source = &agentv1.AttachRequest_Snapshot{Snapshot: &agentv1.SnapshotSource{Image: e.Source}}
+		default:
+			resolved, err := resolver.Resolve(ctx, sb, &e.DynamicVolume, node)
+			if err != nil {
+				r.err = err
+				return r
+			}
+			r.resolved = resolved
+			r.topology = compareTopology(topology, resolved.Domains, node, e.ForceMount)
+			if r.topology.result == v1alpha1.TopologyMismatch {
+				r.err = fault.New(errdefs.ErrFailedPrecondition, fault.CrossTopology,
+					"volume %s is in topology domain %s and the sandbox in %s: use a volume of that domain, or set forceMount",
+					e.Source, r.topology.volume, r.topology.sandbox)
+				return r
+			}
+			request.VolumeKey = resolved.VolumeKey
+			resolved.SetSource(request)
+		}
+		request.Command = command
+		response, err := client.Attach(ctx, request)
+		if err != nil {
+			r.err = err
+			return r
+		}
+		r.record, r.already = response.GetRecord(), response.GetAlreadyMounted()
+		return r
+	})
+}
+
+var containerWorkload = &agentv1.Workload{Kind: &agentv1.Workload_Container{Container: &agentv1.ContainerWorkload{}}}
+
+func (m *VolumeManager) attached(p *pass, v *volumeState, r result) {
+	e := r.op.entry
+	if r.resolved != nil {
+		v.topology, v.resolved = r.topology, r.resolved
+	} else if r.err == nil {
+		v.topology, v.resolved = topologyResult{}, nil
+	}
+	if r.err != nil {
+		switch {
+		case errors.Is(r.err, errNotWanted), errors.Is(r.err, errPausing), errors.Is(r.err, errSandboxGone):
+			m.log(p, "attach abandoned", &e.DynamicVolume, v, r, nil)
+		case v.stale(p, r.err):
+			m.log(p, "attach is repeated", &e.DynamicVolume, v, r, r.err)
+		default:
+			m.failedBy(p, v, e, r)
+		}
+		return
+	}
+	record := r.record
+	if record.GetPhase() != recordMounted || record.GetEntryHash() != e.hash {
+		r.err = fault.New(errdefs.ErrInternal, fault.Internal, "the agent's answer is not about this volume: phase %q, entry %q", record.GetPhase(), record.GetEntryHash())
+		m.failedBy(p, v, e, r)
+		return
+	}
+	v.unsure = 0
+	if !p.registry.addVolume(r.op.node, p.a.uid, record, r.op.heard) {
+		v.unsure, v.confirmBy = p.registry.heard(r.op.node, p.a.uid), p.now.Add(confirmAfter)
+	}
+	if !r.already {
+		p.metrics.observe(record.GetStages())
+		if v.topology.result == v1alpha1.TopologyForced {
+			p.metrics.crossing.Inc()
+			p.Logger.Warn("volume of another topology domain is attached as forceMount is set", m.fields(p, &e.DynamicVolume, v, r)...)
+		}
+		p.event(p.sb, EventNormal, "VolumeAttached", fmt.Sprintf("%s %s is mounted at %s", e.VolumeType, e.Source, e.Target))
+	}
+	m.log(p, "attached", &e.DynamicVolume, v, r, nil)
+	v.resetRow(e)
+}
+
+// resetRow drops what an earlier detach left in the row of an entry that is now attached anew.
+func (v *volumeState) resetRow(e *entry) {
+	if v.row != nil && v.row.EntryHash == e.hash && v.row.DetachState == v1alpha1.DetachBusy {
+		v.row.DetachState = ""
+	}
+}
+
+// stale deals with a command that the agent refused as out of date, and says whether it was. It was made from a
+// state that has changed: it is made anew, at once and, when that does not help, later. It is no failure of the
+// volume: a leader that was followed by another must not touch the entry for it.
+func (v *volumeState) stale(p *pass, err error) bool {
+	if fault.ReasonOf(err) != fault.StaleCommand {
+		return false
+	}
+	v.retry.failed(p.now)
+	if v.retry.attempts <= 3 {
+		v.retry.due = p.now
+	}
+	p.lookAt(v.retry.due)
+	return true
+}
+
+// isPermanent says that an attach is not tried again before the spec changes. What the agent says of its own
+// state is not permanent, whatever its kind.
+func isPermanent(err error) bool {
+	switch fault.ReasonOf(err) {
+	case fault.StaleCommand, fault.SandboxNotFound, fault.SandboxNotRunning, fault.AgentRecovering,
+		fault.OperationPending, fault.Busy, fault.Conflict, fault.RateLimited:
+		return false
+	}
+	return fault.IsPermanent(err)
+}
+
+// failedBy is failed for an answer.
+func (m *VolumeManager) failedBy(p *pass, v *volumeState, e *entry, r result) {
+	if r.topology.result == v1alpha1.TopologyMismatch {
+		p.Logger.Warn("volume is of another topology domain", m.fields(p, &e.DynamicVolume, v, r)...)
+	}
+	m.log(p, "cannot be attached", &e.DynamicVolume, v, r, r.err)
+	m.failed(p, v, e, r.err)
+}
+
+// failed makes the row say why an entry is not mounted, and what happens next (design, ruling 10).
+func (m *VolumeManager) failed(p *pass, v *volumeState, e *entry, err error) {
+	row := m.rowFor(v, e)
+	if row.Phase != v1alpha1.VolumeFailed || row.Reason != string(fault.ReasonOf(err)) {
+		p.event(p.sb, EventWarning, string(fault.ReasonOf(err)), e.Target+": "+err.Error())
+	}
+	row.OperationID = v.operationID("attach " + e.hash)
+	v.retry.failed(p.now)
+	v.failedAt = p.now
+	row.RequestID = e.RequestID
+	row.Reason, row.Message = string(fault.ReasonOf(err)), err.Error()
+	row.Attempts = v.retry.attempts
+	row.NextRetryTime = nil
+	row.DetachState, row.Holders, row.Attached = "", nil, ""
+	row.Topology, row.VolumeDomain, row.SandboxDomain = v.topology.result, v.topology.volume, v.topology.sandbox
+	if !isPermanent(err) && e.OnFailure != v1alpha1.OnFailureRemove && !isGate(row.Reason) {
+		next := seconds(v.retry.due.Add(999_999_999)) // the whole second after
+		row.NextRetryTime = &next
+		p.lookAt(v.retry.due)
+	}
+	row.ObservedGeneration = p.sb.Generation
+	m.setPhase(p, v, row, v1alpha1.VolumeFailed)
+	if e.OnFailure == v1alpha1.OnFailureRemove && e.kind == v1alpha1.VolumeKindDynamic {
+		m.remove(v, e)
+	}
+}
+
+// remove has a failed entry taken out of the spec once its row is written.
+func (m *VolumeManager) remove(v *volumeState, e *entry) {
+	v.after = &specEdit{target: e.Target, hash: e.hash, failed: true}
+}
