@@ -123,7 +123,7 @@ const (
 	phaseStopped    = "Stopped"
 )
 
-// state is what the node has of a sandbox. One without a container is removed.
+// state is what the node has of a sandbox. One without a container and volumes is removed.
 func (a *Agent) state(uid string) *agentv1.SandboxState {
 	sb := a.sandbox(uid)
 	record, _ := a.journal.Sandbox(uid)
@@ -134,6 +134,10 @@ func (a *Agent) state(uid string) *agentv1.SandboxState {
 	}
 	c, ok := sb.seen()
 	if !ok {
+		if len(out.Volumes) > 0 {
+			// Volumes that wait for its creation: whoever does not want the sandbox must hear of them.
+			out.Removed, out.Phase = false, phaseStopped
+		}
 		return out
 	}
 	out.Removed = false

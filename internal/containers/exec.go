@@ -244,9 +244,10 @@ func (e *execution) wait(ctx context.Context) (int, error) {
 			return 0, context.Cause(ctx)
 		}
 		if errdefs.IsUnavailable(err) {
-			if _, err := e.r.process(ctx, e.uid); err == nil {
-				continue
+			if err := e.r.awaitContainerd(ctx); err != nil {
+				return 0, err
 			}
+			continue
 		}
 		if errdefs.IsNotFound(err) {
 			return 0, fault.New(errdefs.ErrAborted, fault.SandboxNotRunning, "the sandbox ended while the command ran")
@@ -255,8 +256,12 @@ func (e *execution) wait(ctx context.Context) (int, error) {
 	}
 }
 
-// cleanPatience bounds the clean-up of an exec, which goes on when the caller's context has ended.
-const cleanPatience = 10 * time.Second
+// cleanPatience bounds the clean-up of an exec, which goes on when the caller's context has ended. A shim that does not
+// answer one attempt (seen once with 2.4 on a loaded machine) is asked again.
+const (
+	cleanPatience = 10 * time.Second
+	cleanAttempts = 2
+)
 
 // kill kills the command and the processes of its session, which runc makes it the leader of.
 func (e *execution) kill(leader int) {
@@ -276,11 +281,15 @@ func (e *execution) clean() {
 		e.pipes.Cancel()
 		e.pipes.Close()
 	}
-	ctx, cancel := context.WithTimeout(context.Background(), cleanPatience)
-	defer cancel()
-	if e.r.deleteExec(ctx, e.uid, e.id) == nil {
-		os.RemoveAll(e.dir)
-		os.Remove(filepath.Dir(e.dir)) // unless another exec is there
+	for range cleanAttempts {
+		ctx, cancel := context.WithTimeout(context.Background(), cleanPatience/cleanAttempts)
+		err := e.r.deleteExec(ctx, e.uid, e.id)
+		cancel()
+		if err == nil {
+			os.RemoveAll(e.dir)
+			os.Remove(filepath.Dir(e.dir)) // unless another exec is there
+			return
+		}
 	}
 }
 

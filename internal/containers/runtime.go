@@ -85,6 +85,9 @@ func (r *Runtime) Version(ctx context.Context) (string, error) {
 	return v.Version, err
 }
 
+// reconnectInterval is how often a lost containerd is tried.
+const reconnectInterval = 50 * time.Millisecond
+
 func noContainerd(address, why string) error {
 	return fault.New(errdefs.ErrUnavailable, fault.AgentUnavailable,
 		"no containerd at %s (%s): start it (systemctl start containerd), correct the address, or let flux-sandbox start its own",
@@ -128,6 +131,24 @@ func dial(config Config) (*containerd.Client, error) {
 			grpc.WithChainUnaryInterceptor(unary),
 			grpc.WithChainStreamInterceptor(stream),
 		}))
+}
+
+// awaitContainerd waits, after a call that was lost with its connection, until containerd answers again.
+func (r *Runtime) awaitContainerd(ctx context.Context) error {
+	deadline := time.After(r.config.ConnectWait)
+	for {
+		_, err := r.client.Version(r.context(ctx))
+		if !errdefs.IsUnavailable(err) {
+			return err
+		}
+		select {
+		case <-time.After(reconnectInterval):
+		case <-deadline:
+			return err
+		case <-ctx.Done():
+			return context.Cause(ctx)
+		}
+	}
 }
 
 // waitReady waits until the connection is up.

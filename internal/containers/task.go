@@ -158,9 +158,7 @@ func (r *Runtime) waitEnd(ctx context.Context, uid string) <-chan error {
 				ended <- err
 				return
 			}
-			// Lost in the middle of the call. The next one waits until containerd is back; if that is too long, this
-			// fails, and so do we.
-			if _, err := r.process(ctx, uid); err != nil {
+			if err := r.awaitContainerd(ctx); err != nil {
 				ended <- err
 				return
 			}

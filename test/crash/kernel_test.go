@@ -104,13 +104,13 @@ func (w *world) inventory(ctx context.Context) (*agentv1.InventoryUpdate, error)
 func (w *world) checkConsistent(t *testing.T) {
 	t.Helper()
 	var wrong error
-	must(t, await(t.Context(), func() error {
-		before, err := w.mounted(t.Context())
+	must(t, await(t.Context(), func(ctx context.Context) error {
+		before, err := w.mounted(ctx)
 		if err != nil {
 			return err
 		}
 		wrong = w.compare(before)
-		after, err := w.mounted(t.Context())
+		after, err := w.mounted(ctx)
 		if err != nil {
 			return err
 		}
@@ -181,13 +181,13 @@ func (w *world) compare(said map[string]taskVolumes) error {
 // checkAnswers waits until the API says what the kernel shows, and nothing is under way.
 func (w *world) checkAnswers(t *testing.T) {
 	t.Helper()
-	if err := await(t.Context(), func() error {
-		list, err := w.Sandboxes.ListSandboxes(t.Context(), &sandboxv1.ListSandboxesRequest{})
+	if err := await(t.Context(), func(ctx context.Context) error {
+		list, err := w.Sandboxes.ListSandboxes(ctx, &sandboxv1.ListSandboxesRequest{})
 		if err != nil {
 			return err
 		}
 		for _, sb := range list.GetSandboxes() {
-			if err := w.answers(t.Context(), sb); err != nil {
+			if err := w.answers(ctx, sb); err != nil {
 				return err
 			}
 		}

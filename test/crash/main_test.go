@@ -4,7 +4,6 @@ package crash
 
 import (
 	"context"
-	"errors"
 	"fmt"
 	"os"
 	"testing"
@@ -32,21 +31,25 @@ func must(tb testing.TB, err error) {
 	}
 }
 
-// await looks until it finds nothing wrong; the error is the last look's.
-func await(ctx context.Context, look func() error) error {
+// await looks until it finds nothing wrong. The error is what the last look found that was not cut short.
+func await(ctx context.Context, look func(context.Context) error) error {
 	ctx, cancel := context.WithTimeout(ctx, patience)
 	defer cancel()
 	ticker := time.NewTicker(10 * time.Millisecond)
 	defer ticker.Stop()
+	var last error
 	for {
-		err := look()
+		err := look(ctx)
 		if err == nil {
 			return nil
+		}
+		if ctx.Err() == nil || last == nil {
+			last = err
 		}
 		select {
 		case <-ticker.C:
 		case <-ctx.Done():
-			return errors.Join(fmt.Errorf("after %s", patience), err)
+			return fmt.Errorf("after %s: %w", patience, last)
 		}
 	}
 }

@@ -41,10 +41,17 @@ func eachOn(t *testing.T, w *world, name string, f func(*testing.T)) *world {
 	t.Helper()
 	w.next()
 	began := time.Now()
-	if !t.Run(name, f) {
+	ran := false
+	ok := t.Run(name, func(t *testing.T) {
+		ran = true
+		f(t)
+	})
+	switch {
+	case !ok:
 		return newWorld(t)
+	case ran: // it was not filtered out by -run
+		t.Logf("%s: %s", name, time.Since(began).Round(time.Millisecond))
 	}
-	t.Logf("%s: %s", name, time.Since(began).Round(time.Millisecond))
 	return w
 }
 

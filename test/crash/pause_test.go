@@ -73,8 +73,8 @@ func (w *world) insist(t *testing.T, steps []step) {
 	t.Helper()
 	for _, s := range steps {
 		var failures []error
-		if err := await(t.Context(), func() error {
-			err := w.try(t.Context(), s)
+		if err := await(t.Context(), func(ctx context.Context) error {
+			err := w.try(ctx, s)
 			if err != nil {
 				failures = append(failures, err)
 			}

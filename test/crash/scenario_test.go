@@ -156,7 +156,7 @@ var createAndDelete = step{"delete while it is created", func(ctx context.Contex
 		return err
 	}
 	// The command to create it is called off once the deletion is seen.
-	return await(ctx, func() error {
+	return await(ctx, func(ctx context.Context) error {
 		sb, err := w.Sandboxes.GetSandbox(ctx, &sandboxv1.GetSandboxRequest{Sandbox: ref(victim)})
 		if reason(err) == fault.SandboxNotFound {
 			return nil
@@ -227,7 +227,7 @@ var killProcess = step{"kill the process", func(ctx context.Context, w *world) e
 	if err := unix.Kill(before.PID, unix.SIGKILL); err != nil && !errors.Is(err, unix.ESRCH) {
 		return err
 	}
-	return await(ctx, func() error {
+	return await(ctx, func(ctx context.Context) error {
 		now, err := w.task(ctx, victim)
 		if err != nil {
 			return err
@@ -278,7 +278,7 @@ func expect(err error, want fault.Reason) error {
 }
 
 func (w *world) awaitPhase(ctx context.Context, phase string) error {
-	return await(ctx, func() error { return w.isPhase(ctx, phase) })
+	return await(ctx, func(ctx context.Context) error { return w.isPhase(ctx, phase) })
 }
 
 // isPhase is nil when the victim is in that phase.

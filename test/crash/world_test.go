@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"path/filepath"
 	"strconv"
+	"strings"
 	"testing"
 	"time"
 
@@ -55,7 +56,8 @@ func newWorld(t *testing.T) *world {
 		Root: filepath.Join(w.Dir, "state/containerd"), State: filepath.Join(w.Dir, "run/containerd"), Cgroup: "/" + name + "-containerd"})
 	must(t, err)
 	conn, err := grpc.NewClient("unix://"+filepath.Join(w.Dir, "run/agent.sock"), grpc.WithTransportCredentials(insecure.NewCredentials()),
-		grpc.WithConnectParams(grpc.ConnectParams{Backoff: backoff.Config{BaseDelay: 5 * time.Millisecond, MaxDelay: 20 * time.Millisecond}}))
+		grpc.WithConnectParams(grpc.ConnectParams{MinConnectTimeout: patience,
+			Backoff: backoff.Config{BaseDelay: 5 * time.Millisecond, Multiplier: 1.6, MaxDelay: 20 * time.Millisecond}}))
 	must(t, err)
 	t.Cleanup(func() { must(t, conn.Close()) })
 	w.agent = agentv1.NewAgentServiceClient(conn)
@@ -65,12 +67,24 @@ func newWorld(t *testing.T) *world {
 	w.learnPlain(t)
 	for i := range scenarios {
 		w.next()
+		began := time.Now()
 		w.finish(t, scenarios[i].steps)
+		t.Logf("undisturbed: %s: %s", scenarios[i].name, time.Since(began).Round(time.Millisecond))
 	}
 	// As every server that is looked at later, it has just been started and has run one scenario.
 	w.restart(t)
 	w.finish(t, scenarios[0].steps)
 	w.before = w.settledFacts(t)
+	for _, f := range w.before {
+		for _, leak := range []string{"loop device", "mount", "container", "leftover", "agent's sandbox", "prepared", "sandbox"} {
+			if strings.HasPrefix(f, leak+" ") {
+				t.Errorf("undisturbed scenarios left: %s", f)
+			}
+		}
+	}
+	if t.Failed() {
+		t.FailNow()
+	}
 	return w
 }
 
@@ -129,8 +143,8 @@ func (w *world) try(ctx context.Context, s step) error {
 // checkNothingLeft holds the whole state against what it was before.
 func (w *world) checkNothingLeft(t *testing.T) {
 	t.Helper()
-	err := await(t.Context(), func() error {
-		now, err := w.facts(t.Context())
+	err := await(t.Context(), func(ctx context.Context) error {
+		now, err := w.facts(ctx)
 		if err != nil {
 			return err
 		}
@@ -148,8 +162,8 @@ func (w *world) checkNothingLeft(t *testing.T) {
 func (w *world) settledFacts(t *testing.T) []string {
 	t.Helper()
 	var last []string
-	must(t, await(t.Context(), func() error {
-		now, err := w.facts(t.Context())
+	must(t, await(t.Context(), func(ctx context.Context) error {
+		now, err := w.facts(ctx)
 		if err != nil {
 			return err
 		}

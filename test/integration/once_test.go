@@ -1,7 +1,6 @@
 package integration
 
 import (
-	"context"
 	"errors"
 	"fmt"
 	"os"
@@ -14,7 +13,6 @@ import (
 
 	agentv1 "github.com/flux-sandbox/flux-sandbox/api/proto/agent/v1"
 	"github.com/flux-sandbox/flux-sandbox/internal/agent/agenttest"
-	"github.com/flux-sandbox/flux-sandbox/internal/volume"
 )
 
 // atOnce calls f n times, all at the same moment, and waits for their end.
@@ -93,82 +91,6 @@ func TestSameTargetTwiceAtOnce(t *testing.T) {
 		}
 	})
 	sameMounts(t, sb, before)
-}
-
-// inParallel calls f for 0 ≤ i < n, four at a time.
-func inParallel(n int, f func(i int)) {
-	var wg sync.WaitGroup
-	next := make(chan int)
-	for range 4 {
-		wg.Go(func() {
-			for i := range next {
-				f(i)
-			}
-		})
-	}
-	for i := range n {
-		next <- i
-	}
-	close(next)
-	wg.Wait()
-}
-
-// preparations counts, of one source, how often Prepare made it, and whether two of them ever ran at once.
-type preparations struct {
-	image                           string
-	running, overlaps, calls, fresh atomic.Int32
-}
-
-func (p *preparations) began(context.Context, volume.Request) error {
-	p.calls.Add(1)
-	if p.running.Add(1) > 1 {
-		p.overlaps.Add(1)
-	}
-	if _, err := os.Stat(p.image); errors.Is(err, os.ErrNotExist) {
-		p.fresh.Add(1)
-	}
-	return nil
-}
-
-func (p *preparations) ended(volume.Request) { p.running.Add(-1) }
-
-func TestSameSourceIntoManySandboxesAtOnceIsPreparedOnce(t *testing.T) {
-	const many = 50
-	p := &preparations{}
-	h := &hooks{prepare: p.began, prepared: p.ended}
-	n := agenttest.New(t, h.install)
-	p.image = n.Image("t1", "model") + ".img"
-	sandboxes := make([]*agenttest.Sandbox, many)
-	inParallel(many, func(i int) { sandboxes[i] = n.Run(t, agenttest.Sandbox{Tenant: "t1"}) })
-
-	atOnce(many, func(i int) {
-		if _, err := sandboxes[i].TryAttach(t.Context(), agenttest.Volume{Source: n.Image("t1", "model"), Target: "/model", Size: 32 << 20}); err != nil {
-			t.Error(err)
-		}
-	})
-	t.Logf("%d calls of Prepare", p.calls.Load())
-	if p.fresh.Load() != 1 || p.overlaps.Load() != 0 {
-		t.Errorf("the image was made %d times, %d calls overlapped; want once and none", p.fresh.Load(), p.overlaps.Load())
-	}
-	if devices := loopDevices(t, n.Image("t1", "model")); len(devices) != 1 {
-		t.Errorf("loop devices %v, want one", devices)
-	}
-	sandboxes[0].Shell(t, "echo shared > /model/file")
-	if got := sandboxes[many-1].Shell(t, "cat /model/file"); got != "shared\n" {
-		t.Errorf("the last sandbox reads %q", got)
-	}
-	if prepared := n.Inventory(t).GetPrepared(); len(prepared) != 1 || len(prepared[0].GetUsers()) != many {
-		t.Errorf("prepared %v, want one with %d users", prepared, many)
-	}
-	inParallel(many, func(i int) {
-		if err := sandboxes[i].TryDelete(t.Context()); err != nil {
-			t.Error(err)
-		}
-	})
-	nothingPrepared(t, n)
-	if devices := loopDevices(t, n.Image("t1", "model")); len(devices) != 0 {
-		t.Errorf("loop devices %v are left", devices)
-	}
 }
 
 // An image that two sandboxes share has one device, which goes with the second.

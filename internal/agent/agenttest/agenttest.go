@@ -248,7 +248,16 @@ func (n *Node) Run(tb testing.TB, sb Sandbox) *Sandbox {
 	return s
 }
 
-// TryStop ends the sandbox's task.
+// TryRun creates the sandbox and starts it; its error is a fault.
+func (s *Sandbox) TryRun(ctx context.Context) error {
+	if _, err := s.node.Client.CreateSandbox(ctx, s.createRequest()); err != nil {
+		return fault.FromGRPC(err)
+	}
+	_, err := s.node.Client.StartSandbox(ctx, &agentv1.StartSandboxRequest{Command: s.command()})
+	return fault.FromGRPC(err)
+}
+
+// Stop ends the sandbox's task.
 func (s *Sandbox) Stop(tb testing.TB) {
 	tb.Helper()
 	_, err := s.node.Client.StopSandbox(tb.Context(), &agentv1.StopSandboxRequest{Command: s.command()})
