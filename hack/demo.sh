@@ -42,7 +42,7 @@ refused() { # refused WORD COMMAND…: it must fail, and say WORD
 # attaches COMMAND…: works, and the time that the attach itself took in the agent, which logs it.
 attaches() {
 	works "$@"
-	printf '%s    (of which the attach itself: %s)%s\n' "$dim" "$(grep 'operation=attach ' "$scratch/server.log" | tail -n 1 | grep -oE 'duration=[^ ]+' | cut -d= -f2)" "$off"
+	printf '%s    (of which the attach itself: %s)%s\n' "$dim" "$(grep -E 'volume attached.*component=agent' "$scratch/server.log" | tail -n 1 | grep -oE 'duration=[^ ]+' | cut -d= -f2)" "$off"
 }
 says() { grep -q -- "$1" <<<"$out" || fail "expected \"$1\" in: $out"; }
 

@@ -102,6 +102,7 @@ func (c Config) withDefaults() (Config, error) {
 	if c.Log == nil {
 		c.Log = slog.New(slog.DiscardHandler)
 	}
+	c.Log = c.Log.With("component", "agent")
 	if c.Registerer == nil {
 		c.Registerer = prometheus.NewRegistry()
 	}
@@ -161,6 +162,7 @@ func Open(ctx context.Context, config Config) (*Agent, error) {
 	a.updater = &ContainerMountUpdater{journal: j, prepared: a.prepared, clock: config.Clock, log: config.Log,
 		changed: a.changed, unused: a.reaper.wake, nested: a.heldInside}
 	if a.metrics, err = newMetrics(a); err != nil {
+		stop()
 		return nil, errors.Join(err, j.Close())
 	}
 	events := config.Containers.Events(stopping)
@@ -184,6 +186,9 @@ func (a *Agent) work(f func()) {
 	}()
 }
 
+// closePatience bounds how long Close waits for operations under way.
+const closePatience = 2 * time.Second
+
 // Close ends the agent. Sandboxes, their volumes and the journal stay as they are, for the next start. It does not
 // wait for operations that hang.
 func (a *Agent) Close() error {
@@ -191,11 +196,19 @@ func (a *Agent) Close() error {
 	a.workers.Wait()
 	a.mu.Lock()
 	defer a.mu.Unlock()
+	stopping := fault.New(errdefs.ErrUnavailable, fault.AgentUnavailable, "the agent is stopping")
+	patience, cancel := context.WithTimeout(context.Background(), closePatience)
+	defer cancel()
 	for _, sb := range a.sandboxes {
-		sb.cancel()
+		sb.cancel(stopping)
+		release, err := sb.alone(patience)
+		if err != nil {
+			continue // something hangs in it, which ends with the process
+		}
 		sb.mu.Lock()
 		sb.leave()
 		sb.mu.Unlock()
+		release()
 	}
 	return a.journal.Close()
 }
@@ -208,7 +221,7 @@ func (a *Agent) sandbox(uid string) *sandbox {
 	if !ok {
 		sb = newSandbox(uid)
 		if record, ok := a.journal.Sandbox(uid); ok && record.Desired == journal.DesiredGone {
-			sb.cancel() // a command for a deleted sandbox that arrives late
+			sb.cancel(sb.terminating()) // a command for a deleted sandbox that arrives late
 		}
 		a.sandboxes[uid] = sb
 	}

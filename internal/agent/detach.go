@@ -5,12 +5,15 @@ import (
 	"errors"
 	"time"
 
+	"github.com/flux-sandbox/flux-sandbox/api/sandbox/v1alpha1"
 	"github.com/flux-sandbox/flux-sandbox/internal/agent/journal"
 	"github.com/flux-sandbox/flux-sandbox/internal/mount"
 )
 
 // Detached says how a detach ended.
 type Detached struct {
+	// Record is what was to be detached; zero when there was nothing.
+	Record  journal.Volume
 	Outcome mount.Outcome
 	// Busy: nothing was changed, as Holders use the volume.
 	Busy    bool
@@ -20,13 +23,16 @@ type Detached struct {
 }
 
 // Detach takes a volume out of a sandbox. With an entry hash, only the volume of that entry; no such volume is
-// success. A volume in use is left as it is, unless force is set.
-func (u *ContainerMountUpdater) Detach(ctx context.Context, sb *sandbox, target, entryHash string, force bool) (Detached, error) {
+// success. A volume in use is left as it is, unless force is set. fence is as in Attachment.
+func (u *ContainerMountUpdater) Detach(ctx context.Context, sb *sandbox, target, entryHash string, force bool, fence func() error) (Detached, error) {
 	unlock, err := sb.lockTarget(ctx, target)
 	if err != nil {
 		return Detached{}, err
 	}
 	defer unlock()
+	if err := fence(); err != nil {
+		return Detached{}, err
+	}
 	record, ok := u.journal.VolumeAt(sb.uid, target)
 	if !ok || (entryHash != "" && record.EntryHash != entryHash) {
 		return Detached{Outcome: mount.Absent, ReleasePending: u.lingers(sb.uid, target, entryHash)}, nil
@@ -37,6 +43,7 @@ func (u *ContainerMountUpdater) Detach(ctx context.Context, sb *sandbox, target,
 	}
 	defer release()
 	result, err := u.detach(context.WithoutCancel(ctx), sb, record, force)
+	result.Record = record
 	u.changed(sb.uid)
 	return result, err
 }
@@ -54,8 +61,8 @@ func (u *ContainerMountUpdater) lingers(uid, target, entryHash string) bool {
 // detach does the work of Detach. The caller holds the target's lock and the life lock.
 func (u *ContainerMountUpdater) detach(ctx context.Context, sb *sandbox, record journal.Volume, force bool) (Detached, error) {
 	c, ok := sb.seen()
-	if !ok || !hasTask(c) {
-		return Detached{Outcome: mount.Detached}, u.forget(record)
+	if !ok || !hasTask(c) || record.Mount.IsZero() {
+		return Detached{Outcome: mount.Detached}, u.forget(record) // it was never mounted, or its task is gone
 	}
 	ns, err := sb.enter()
 	if err != nil {
@@ -84,12 +91,15 @@ func (u *ContainerMountUpdater) detach(ctx context.Context, sb *sandbox, record 
 	if result.Outcome != mount.Lazy {
 		// A mount namespace that the sandbox made for itself may have a copy, out of reach of the detach.
 		if out.ReleasePending, err = u.nested(sb, record.Mount); err != nil {
-			u.log.Warn("cannot tell whether a nested mount namespace still has the volume", "sandbox", sb.uid, "target", record.Target, "error", err)
+			u.log.Warn("cannot tell whether a nested mount namespace still has the volume", append(about(record), "error", err)...)
 		}
 	}
 	err = timing.do(stepJournalDetached, func() error {
 		if result.Outcome == mount.Lazy || out.ReleasePending {
-			record.Phase = journal.Lazy
+			record.Phase, record.DetachState = journal.Lazy, v1alpha1.DetachLazy
+			if result.Outcome != mount.Lazy {
+				record.DetachState = v1alpha1.DetachReleasePending
+			}
 			return u.put(record)
 		}
 		return u.forget(record)
@@ -111,7 +121,15 @@ func (u *ContainerMountUpdater) unmount(ctx context.Context, sb *sandbox, ns *mo
 	if err == nil && there && mount.MayHang(info.FSType) {
 		ctx, cancel := context.WithTimeout(ctx, helperDeadline)
 		defer cancel()
-		return mount.DetachInHelper(ctx, sb.init(), record.Target, record.Mount, opts)
+		// Seen from here the helper is the unmount.
+		var result mount.DetachResult
+		steps := opts.Steps
+		opts.Steps = nil
+		err := observed(steps, mount.StepUmount, func() (err error) {
+			result, err = mount.DetachInHelper(ctx, sb.init(), record.Target, record.Mount, opts)
+			return err
+		})
+		return result, err
 	}
 	return ns.Detach(ctx, record.Target, record.Mount, opts)
 }

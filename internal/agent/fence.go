@@ -44,6 +44,11 @@ func (a *Agent) fence(c *agentv1.Command, target string) error {
 	return a.journal.Write(change)
 }
 
+// fenceOf is fence for a moment to come: it is asked when it is the command's turn.
+func (a *Agent) fenceOf(c *agentv1.Command, target string) func() error {
+	return func() error { return a.fence(c, target) }
+}
+
 func (a *Agent) fenceEpoch(lease string, epoch int64, change *journal.Change) error {
 	seen := a.journal.Epoch(lease)
 	if epoch < seen {

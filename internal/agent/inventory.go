@@ -186,12 +186,18 @@ func mountRecord(v journal.Volume) *agentv1.MountRecord {
 	case journal.Detaching:
 		m.Phase = "Detaching"
 	case journal.Lazy:
-		m.Phase, m.DetachState = "Detaching", string(v1alpha1.DetachLazy)
+		m.Phase, m.DetachState = "Detaching", string(v.DetachState)
 	}
 	for _, s := range v.Stages {
 		m.Stages = append(m.Stages, &agentv1.Stage{Name: s.Name, Duration: durationpb.New(s.Duration)})
 	}
 	return m
+}
+
+// about is what every line of the log about a volume has.
+func about(v journal.Volume) []any {
+	return []any{"operationId", v.ID, "sandbox", v.SandboxUID, "tenant", v.Request.TenantID,
+		"source", string(v.Request.Type) + ":" + v.Request.Source, "target", v.Target}
 }
 
 func modeOf(r volume.Request) v1alpha1.VolumeMode {
@@ -212,10 +218,16 @@ func (a *Agent) heartbeat() {
 		case <-a.stopping.Done():
 			return
 		}
-		for _, sb := range a.all() {
-			a.verify(sb)
-		}
 		a.inventory.beat()
+		for _, sb := range a.all() {
+			// Each on its own: a sandbox that is being stopped, or whose filesystem is slow, delays no other.
+			if sb.verifying.CompareAndSwap(false, true) {
+				a.work(func() {
+					defer sb.verifying.Store(false)
+					a.verify(sb)
+				})
+			}
+		}
 	}
 }
 
@@ -254,9 +266,9 @@ func (a *Agent) verifyVolume(sb *sandbox, seen journal.Volume) {
 	if _, there, err := ns.Find(v.Mount); err != nil || there {
 		return
 	}
-	a.log.Warn("a volume is gone from its sandbox", "sandbox", sb.uid, "target", v.Target, "source", v.Request.Source, "reason", fault.VolumeGone)
+	a.log.Warn("a volume is gone from its sandbox", append(about(v), "reason", fault.VolumeGone)...)
 	if err := a.updater.forget(v); err != nil {
-		a.log.Error("its record cannot be deleted", "sandbox", sb.uid, "target", v.Target, "error", err)
+		a.log.Error("the record of a volume that is gone cannot be deleted", append(about(v), "error", err)...)
 		return
 	}
 	a.changed(sb.uid)

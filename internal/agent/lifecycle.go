@@ -10,93 +10,134 @@ import (
 
 	"github.com/flux-sandbox/flux-sandbox/internal/agent/journal"
 	"github.com/flux-sandbox/flux-sandbox/internal/containers"
+	"github.com/flux-sandbox/flux-sandbox/internal/fault"
 	"github.com/flux-sandbox/flux-sandbox/internal/mount"
 )
 
-// create makes the sandbox's container with a task that is created and not started. A sandbox that is there is left
-// as it is; one whose task has ended gets a new one.
-func (a *Agent) create(ctx context.Context, spec containers.Spec) error {
+// create makes the sandbox's container with a task that is created and not started, and attaches what waits for it. A
+// sandbox that is there is left as it is, whatever the specification says by now: one whose task has ended gets a new one
+// on its own root filesystem.
+func (a *Agent) create(ctx context.Context, spec containers.Spec, fence func() error) error {
 	sb := a.sandbox(spec.UID)
-	if sb.ctx.Err() != nil {
-		return sb.terminating()
+	ready, err := a.readyWaiting(ctx, sb)
+	if err != nil {
+		return err
 	}
+	defer ready.close()
 	release, err := sb.alone(ctx)
 	if err != nil {
 		return err
 	}
 	defer release()
 	if sb.ctx.Err() != nil {
-		return sb.terminating()
+		return context.Cause(sb.ctx)
+	}
+	if err := fence(); err != nil {
+		return err
+	}
+	for _, v := range a.journal.Volumes(spec.UID) {
+		if v.Request.TenantID != spec.TenantID {
+			return fault.New(errdefs.ErrPermissionDenied, fault.TenantMismatch,
+				"sandbox %s is to be made for tenant %q, and volumes of tenant %q wait for it", spec.UID, spec.TenantID, v.Request.TenantID)
+		}
 	}
 	defer a.changed(spec.UID)
-	if c, ok := sb.seen(); ok && hasTask(c) {
-		return nil
+	c, ok := sb.seen()
+	if !ok || !hasTask(c) {
+		if err := step(sandboxFailpoints, stepJournalCreated, func() error {
+			return a.updateSandbox(spec.UID, journal.Change{}, func(s *journal.Sandbox) {
+				s.Desired, s.ExitCode, s.ExitReason, s.ExitedAt = journal.DesiredCreated, nil, "", time.Time{}
+			})
+		}); err != nil {
+			return err
+		}
+		if !ok {
+			c, err = a.config.Containers.Create(ctx, spec)
+		}
+		if err == nil && !hasTask(c) {
+			sb.see(nil) // leave the namespace of the task that ended
+			c, err = a.config.Containers.CreateTask(ctx, spec.UID)
+		}
+		if err != nil {
+			return errors.Join(err, a.refresh(ctx, sb))
+		}
+		sb.see(&c)
 	}
-	if err := step(sandboxFailpoints, stepJournalCreated, func() error {
-		return a.updateSandbox(spec.UID, journal.Change{}, func(s *journal.Sandbox) {
-			s.Desired, s.ExitCode, s.ExitReason, s.ExitedAt = journal.DesiredCreated, nil, "", time.Time{}
-		})
-	}); err != nil {
-		return err
+	return a.attachWaiting(ctx, sb, ready)
+}
+
+// readyVolumes are the volumes that wait for a task, by record id.
+type readyVolumes map[string]*readyVolume
+
+func (r readyVolumes) close() {
+	for _, v := range r {
+		v.close()
 	}
-	c, err := a.config.Containers.Create(ctx, spec)
-	if err == nil && !hasTask(c) {
-		sb.see(nil) // the namespace of the task that ended
-		c, err = a.config.Containers.CreateTask(ctx, spec.UID)
+}
+
+// waits says whether a volume has to be attached to the sandbox's next task.
+func waits(v journal.Volume) bool { return v.Phase != journal.Lazy && v.Phase != journal.Mounted }
+
+// readyWaiting makes ready whatever waits for the sandbox's next task. It may wait for sources, so it is called before
+// the life lock is taken: a source that hangs keeps no sandbox from being stopped.
+func (a *Agent) readyWaiting(ctx context.Context, sb *sandbox) (readyVolumes, error) {
+	ctx, cancel := joined(ctx, sb.ctx)
+	defer cancel()
+	ready := readyVolumes{}
+	for _, v := range a.journal.Volumes(sb.uid) {
+		if !waits(v) {
+			continue
+		}
+		r := &readyVolume{timing: newStages(a.config.Clock, attachFailpoints)}
+		ready[v.ID] = r
+		if err := a.updater.ready(ctx, v.Request, r, true); err != nil {
+			ready.close()
+			return nil, fmt.Errorf("attach %s: %w", v.Target, err)
+		}
 	}
-	if err != nil {
-		return err
-	}
-	sb.see(&c)
-	return a.attachWaiting(ctx, sb)
+	return ready, nil
 }
 
 // attachWaiting attaches every volume that waits for the sandbox's task. The caller holds the life lock alone.
-func (a *Agent) attachWaiting(ctx context.Context, sb *sandbox) error {
+func (a *Agent) attachWaiting(ctx context.Context, sb *sandbox, ready readyVolumes) error {
 	for _, record := range a.journal.Volumes(sb.uid) {
-		switch record.Phase {
-		case journal.Waiting:
-		case journal.Intent: // of unknown outcome
+		if !waits(record) {
+			continue
+		}
+		r, ok := ready[record.ID]
+		if !ok {
+			return fault.New(errdefs.ErrUnavailable, fault.OperationPending, "attach %s: it was asked for a moment ago and is not ready yet; try again", record.Target)
+		}
+		if record.Phase != journal.Waiting { // of unknown outcome
 			if err := a.updater.clear(ctx, sb, record); err != nil {
 				return err
 			}
 			record.Phase, record.Mount = journal.Waiting, mount.Identity{}
-		default:
-			continue
 		}
-		if err := a.attachAgain(ctx, sb, record); err != nil {
+		if _, err := a.updater.place(ctx, sb, record, r); err != nil {
+			if !mayBeMounted(err) {
+				if putErr := a.updater.put(record); putErr != nil {
+					err = incomplete(err, putErr)
+				}
+			}
 			return err
 		}
 	}
 	return nil
 }
 
-func (a *Agent) attachAgain(ctx context.Context, sb *sandbox, record journal.Volume) error {
-	// The life lock is held: a source that hangs must not keep the sandbox from being deleted.
-	ctx, cancel := joined(ctx, sb.ctx)
-	defer cancel()
-	timing := newStages(a.config.Clock, attachFailpoints)
-	prepared, err := a.prepared.acquire(ctx, record.Request)
-	if err != nil {
-		return fmt.Errorf("prepare the source of %s: %w", record.Target, err)
-	}
-	if _, err = a.updater.place(ctx, sb, record, prepared, timing); err != nil && !mayBeMounted(err) {
-		if putErr := a.updater.put(record); putErr != nil {
-			err = incomplete(err, putErr)
-		}
-	}
-	return err
-}
-
 // start lets the sandbox's process begin.
-func (a *Agent) start(ctx context.Context, sb *sandbox) error {
+func (a *Agent) start(ctx context.Context, sb *sandbox, fence func() error) error {
 	release, err := sb.alone(ctx)
 	if err != nil {
 		return err
 	}
 	defer release()
 	if sb.ctx.Err() != nil {
-		return sb.terminating()
+		return context.Cause(sb.ctx)
+	}
+	if err := fence(); err != nil {
+		return err
 	}
 	defer a.changed(sb.uid)
 	return a.startCreated(ctx, sb)
@@ -107,6 +148,11 @@ func (a *Agent) startCreated(ctx context.Context, sb *sandbox) error {
 	c, ok := sb.seen()
 	if !ok {
 		return sb.notRunning()
+	}
+	for _, v := range a.journal.Volumes(sb.uid) {
+		if c.State == containers.Created && waits(v) {
+			return fault.New(errdefs.ErrFailedPrecondition, fault.OperationPending, "sandbox %s is not started before %s is attached: create it again", sb.uid, v.Target)
+		}
 	}
 	if err := a.config.Containers.Start(ctx, sb.uid); err != nil {
 		return err
@@ -126,12 +172,15 @@ func (a *Agent) startCreated(ctx context.Context, sb *sandbox) error {
 
 // stopTask ends the sandbox's task and detaches its volumes: they go with the task's mount namespace. The root
 // filesystem is kept.
-func (a *Agent) stopTask(ctx context.Context, sb *sandbox, grace time.Duration) error {
+func (a *Agent) stopTask(ctx context.Context, sb *sandbox, grace time.Duration, fence func() error) error {
 	release, err := sb.alone(ctx)
 	if err != nil {
 		return err
 	}
 	defer release()
+	if err := fence(); err != nil {
+		return err
+	}
 	defer a.changed(sb.uid)
 	if err := step(sandboxFailpoints, stepJournalStopped, func() error {
 		return a.updateSandbox(sb.uid, journal.Change{}, func(s *journal.Sandbox) { s.Desired = journal.DesiredStopped })
@@ -183,7 +232,7 @@ const releaseWait = 5 * time.Second
 // remove ends a sandbox and removes everything of it but the data of its volumes.
 func (a *Agent) remove(ctx context.Context, uid string, grace time.Duration) error {
 	sb := a.sandbox(uid)
-	sb.cancel() // whatever waits on its behalf gives up
+	sb.cancel(sb.terminating()) // whatever waits on its behalf gives up
 	release, err := sb.alone(ctx)
 	if err != nil {
 		return err
@@ -199,21 +248,7 @@ func (a *Agent) remove(ctx context.Context, uid string, grace time.Duration) err
 	for _, v := range a.journal.Volumes(uid) {
 		keys[v.Request.Key] = true
 	}
-	if _, ok := sb.seen(); ok {
-		if err := a.endTask(ctx, sb, grace); err != nil {
-			return err
-		}
-	} else if err := a.updater.forget(a.journal.Volumes(uid)...); err != nil {
-		return err
-	}
-	// Also without a container: a creation that was cut off leaves parts.
-	if err := a.config.Containers.Delete(ctx, uid); err != nil {
-		return err
-	}
-	sb.see(nil)
-	if err := step(sandboxFailpoints, stepJournalDeleted, func() error {
-		return a.updateSandbox(uid, journal.Change{}, func(s *journal.Sandbox) { s.DeletedAt = a.config.Clock.Now() })
-	}); err != nil {
+	if err := a.finishDeletion(ctx, sb, grace); err != nil {
 		return err
 	}
 	a.forgetTombstones()
@@ -221,6 +256,28 @@ func (a *Agent) remove(ctx context.Context, uid string, grace time.Duration) err
 	defer cancel()
 	a.reaper.await(wait, keys)
 	return nil
+}
+
+// finishDeletion removes what is left of a sandbox whose deletion is recorded. The caller holds the life lock alone.
+func (a *Agent) finishDeletion(ctx context.Context, sb *sandbox, grace time.Duration) error {
+	if s, ok := a.journal.Sandbox(sb.uid); !ok || !s.DeletedAt.IsZero() {
+		return nil
+	}
+	if _, ok := sb.seen(); ok {
+		if err := a.endTask(ctx, sb, grace); err != nil {
+			return err
+		}
+	} else if err := a.updater.forget(a.journal.Volumes(sb.uid)...); err != nil {
+		return err
+	}
+	// Also without a container: a creation that was cut off leaves parts.
+	if err := a.config.Containers.Delete(ctx, sb.uid); err != nil {
+		return err
+	}
+	sb.see(nil)
+	return step(sandboxFailpoints, stepJournalDeleted, func() error {
+		return a.updateSandbox(sb.uid, journal.Change{}, func(s *journal.Sandbox) { s.DeletedAt = a.config.Clock.Now() })
+	})
 }
 
 // tombstoneAge is how long a deleted sandbox is remembered, to refuse commands that arrive late.

@@ -41,8 +41,9 @@ type preparedVolumes struct {
 // preparation is an operation under way on one volume.
 type preparation struct {
 	done chan struct{} // closed at the end
-	// fresh: the volume was not ready before, so that a failure is the answer for all who wait.
-	fresh bool
+	// fresh: the volume was not ready before, so that a failure is the answer for all who ask for the same.
+	fresh   bool
+	request volume.Request
 	// The fields below are written before done is closed and read after.
 	prepared volume.Prepared
 	err      error
@@ -124,7 +125,7 @@ func (p *preparedVolumes) acquire(ctx context.Context, r volume.Request) (volume
 		op, other := p.busy[r.Key]
 		if !other {
 			rec, ok := p.journal.Prepared(r.Key)
-			op = &preparation{done: make(chan struct{}), fresh: !ok || rec.Phase != journal.Ready}
+			op = &preparation{done: make(chan struct{}), fresh: !ok || rec.Phase != journal.Ready, request: r}
 			p.busy[r.Key] = op
 			go p.run(op, r.Key, func() (volume.Prepared, error) {
 				if !op.fresh {
@@ -137,7 +138,7 @@ func (p *preparedVolumes) acquire(ctx context.Context, r volume.Request) (volume
 		if err := p.wait(ctx, op, r); err != nil {
 			return volume.Prepared{}, err
 		}
-		if !other || (op.fresh && op.err != nil) {
+		if !other || (op.fresh && op.err != nil && op.request == r) {
 			return op.prepared, op.err
 		}
 	}
@@ -160,7 +161,8 @@ func (p *preparedVolumes) run(op *preparation, key string, f func() (volume.Prep
 	delete(p.busy, key)
 	p.mu.Unlock()
 	close(op.done)
-	if op.fresh || op.err != nil {
+	// A release that failed is the reaper's own, which tries it again in its time.
+	if op.fresh {
 		p.unused(key)
 	}
 }
@@ -172,6 +174,9 @@ func (p *preparedVolumes) prepare(r volume.Request) (volume.Prepared, error) {
 	}
 	src := p.sources[r.Type]
 	rec := journal.Prepared{Key: r.Key, Phase: journal.Preparing, Request: r}
+	if old, ok := p.journal.Prepared(r.Key); ok {
+		rec.Mounts = old.Mounts
+	}
 	if err := step(sourceFailpoints, stepJournalPreparing, func() error { return p.put(rec) }); err != nil {
 		return volume.Prepared{}, err
 	}

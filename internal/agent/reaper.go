@@ -2,6 +2,7 @@ package agent
 
 import (
 	"context"
+	"maps"
 	"sync"
 	"time"
 
@@ -24,19 +25,19 @@ type reaper struct {
 	a      *Agent
 	signal chan struct{}
 
-	mu   sync.Mutex          // guards the fields below
-	keys map[string]struct{} // volume keys to look at
-	pass chan struct{}       // closed at the end of the present pass
+	mu   sync.Mutex     // guards the fields below
+	keys map[string]int // volume keys to look at, and how often each was asked for
+	pass chan struct{}  // closed at the end of the present pass
 }
 
 func newReaper(a *Agent) *reaper {
-	return &reaper{a: a, signal: make(chan struct{}, 1), keys: map[string]struct{}{}, pass: make(chan struct{})}
+	return &reaper{a: a, signal: make(chan struct{}, 1), keys: map[string]int{}, pass: make(chan struct{})}
 }
 
 // wake asks the reaper to look at a volume key.
 func (r *reaper) wake(key string) {
 	r.mu.Lock()
-	r.keys[key] = struct{}{}
+	r.keys[key]++
 	r.mu.Unlock()
 	select {
 	case r.signal <- struct{}{}:
@@ -96,26 +97,27 @@ func (r *reaper) waiting() bool {
 	return len(r.keys) > 0
 }
 
-// look makes one pass over the keys.
+// look makes one pass over the keys. A key that was asked for again meanwhile stays for the next one.
 func (r *reaper) look() {
 	r.mu.Lock()
-	keys := r.keys
-	r.keys = map[string]struct{}{}
+	keys := maps.Clone(r.keys)
 	r.mu.Unlock()
-	for key := range keys {
+	for key, asked := range keys {
 		done := r.forgetLazy(key)
 		ctx, cancel := context.WithTimeout(r.a.stopping, reapPatience)
 		released := r.a.prepared.release(ctx, key)
 		cancel()
-		r.a.inventory.changedKey(key)
-		if done && released {
-			delete(keys, key)
+		if !done || !released {
+			continue
 		}
+		r.a.inventory.changedKey(key)
+		r.mu.Lock()
+		if r.keys[key] == asked {
+			delete(r.keys, key)
+		}
+		r.mu.Unlock()
 	}
 	r.mu.Lock()
-	for key := range keys {
-		r.keys[key] = struct{}{}
-	}
 	close(r.pass)
 	r.pass = make(chan struct{})
 	r.mu.Unlock()
@@ -135,7 +137,7 @@ func (r *reaper) forgetLazy(key string) bool {
 			r.a.changed(v.SandboxUID)
 		}
 		if err != nil {
-			r.a.log.Warn("cannot tell whether a volume that was detached lazily is still held", "sandbox", v.SandboxUID, "target", v.Target, "error", err)
+			r.a.log.Warn("cannot tell whether a volume that was detached lazily is still held", append(about(v), "error", err)...)
 		}
 		done = done && err == nil && !held
 	}

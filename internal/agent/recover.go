@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"time"
 
 	"github.com/containerd/errdefs"
 
@@ -56,36 +57,57 @@ func (a *Agent) recoverContainers(ctx context.Context) error {
 	return nil
 }
 
+// recoverPatience bounds what recovery does for one sandbox: a process that cannot die (in the kernel, on a dead file
+// server) must not keep the others from being served. What was not finished in time is finished later.
+const recoverPatience = 15 * time.Second
+
 // recoverDeletions ends deletions that had begun.
 func (a *Agent) recoverDeletions(ctx context.Context) error {
 	for _, s := range a.journal.Sandboxes() {
-		sb := a.sandbox(s.UID)
-		if s.Desired != journal.DesiredGone || !s.DeletedAt.IsZero() {
-			continue
-		}
-		if _, ok := sb.seen(); ok {
-			if err := a.endTask(ctx, sb, 0); err != nil {
-				return err
-			}
-		} else if err := a.updater.forget(a.journal.Volumes(s.UID)...); err != nil {
-			return err
-		}
-		if err := a.config.Containers.Delete(ctx, s.UID); err != nil {
-			return err
-		}
-		sb.see(nil)
-		if err := a.updateSandbox(s.UID, journal.Change{}, func(s *journal.Sandbox) { s.DeletedAt = a.config.Clock.Now() }); err != nil {
-			return err
+		if s.Desired == journal.DesiredGone && s.DeletedAt.IsZero() {
+			a.bounded(ctx, a.sandbox(s.UID), "deletion", func(ctx context.Context, sb *sandbox) error { return a.finishDeletion(ctx, sb, 0) })
 		}
 	}
 	return nil
 }
 
-// recoverVolumes holds every volume record against the kernel.
+// bounded does something for one sandbox within recoverPatience. What fails is tried again until it does not.
+func (a *Agent) bounded(ctx context.Context, sb *sandbox, what string, do func(context.Context, *sandbox) error) {
+	ctx, cancel := context.WithTimeout(ctx, recoverPatience)
+	defer cancel()
+	err := do(ctx, sb)
+	if err == nil || a.stopping.Err() != nil {
+		return
+	}
+	a.log.Error("the "+what+" of a sandbox could not be finished; it is tried again", "sandbox", sb.uid, "error", err)
+	sb.setTrouble(err)
+	a.after(restartBase, func() {
+		a.bounded(a.stopping, sb, what, func(ctx context.Context, sb *sandbox) error {
+			release, err := sb.alone(ctx)
+			if err != nil {
+				return err
+			}
+			defer release()
+			defer a.changed(sb.uid)
+			return do(ctx, sb)
+		})
+	})
+}
+
+// recoverVolumes holds every volume record against the kernel. A record that cannot be is left for the next operation on
+// it, which looks too.
 func (a *Agent) recoverVolumes(ctx context.Context) error {
 	for _, v := range a.journal.AllVolumes() {
-		if err := a.recoverVolume(ctx, v); err != nil {
-			return fmt.Errorf("%s of sandbox %s: %w", v.Target, v.SandboxUID, err)
+		err := a.recoverVolume(ctx, v)
+		if fault.ReasonOf(err) == fault.SandboxNotRunning {
+			// Its process ended since the containers were read.
+			if err = a.refresh(ctx, a.sandbox(v.SandboxUID)); err == nil {
+				err = a.recoverVolume(ctx, v)
+			}
+		}
+		if err != nil {
+			a.log.Error("a volume could not be verified", append(about(v), "error", err)...)
+			a.sandbox(v.SandboxUID).setTrouble(fmt.Errorf("verify %s: %w", v.Target, err))
 		}
 	}
 	return nil
@@ -185,9 +207,12 @@ func (a *Agent) recoverTasks(ctx context.Context) error {
 				return err
 			}
 		case record.Desired == journal.DesiredStopped && c.State != containers.NoTask:
-			if err := a.endTask(ctx, sb, 0); err != nil {
-				return err
-			}
+			a.bounded(ctx, sb, "end", func(ctx context.Context, sb *sandbox) error {
+				if s, _ := a.journal.Sandbox(sb.uid); s.Desired != journal.DesiredStopped {
+					return nil // created again meanwhile
+				}
+				return a.endTask(ctx, sb, 0)
+			})
 		case record.Desired == journal.DesiredRunning && c.State == containers.Created:
 			a.after(0, func() { a.restart(sb) }) // a restart that was cut off
 		case record.Desired == journal.DesiredRunning && !hasTask(c):

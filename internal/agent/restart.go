@@ -2,6 +2,7 @@ package agent
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"time"
 
@@ -64,17 +65,25 @@ func (a *Agent) look(uid string) {
 	a.mu.Lock()
 	sb, ok := a.sandboxes[uid]
 	a.mu.Unlock()
-	if !ok {
+	if ok {
+		a.work(func() { a.lookOnce(sb) })
+	}
+}
+
+func (a *Agent) lookOnce(sb *sandbox) {
+	err := a.ended(a.stopping, sb)
+	if err == nil || a.stopping.Err() != nil {
 		return
 	}
-	a.work(func() {
-		if err := a.ended(a.stopping, sb); err != nil && a.stopping.Err() == nil {
-			a.log.Error("a sandbox whose process ended could not be dealt with; it is tried again", "sandbox", uid, "error", err)
-			sb.setTrouble(err)
-			a.changed(uid)
-			a.again(sb)
-		}
-	})
+	a.log.Error("a sandbox whose process may have ended could not be dealt with; it is tried again", "sandbox", sb.uid, "error", err)
+	sb.setTrouble(err)
+	a.changed(sb.uid)
+	if sb.looking.CompareAndSwap(false, true) {
+		a.after(restartBase, func() {
+			sb.looking.Store(false)
+			a.lookOnce(sb)
+		})
+	}
 }
 
 // ended deals with a task that has ended: restart, or clean up. It does nothing while the task runs.
@@ -95,18 +104,22 @@ func (a *Agent) ended(ctx context.Context, sb *sandbox) error {
 	}
 	c, ok := sb.seen()
 	record, known := a.journal.Sandbox(sb.uid)
-	if !ok || hasTask(c) || !known || record.Desired == journal.DesiredStopped {
+	if !ok || hasTask(c) || !known {
 		return nil
 	}
 	defer a.changed(sb.uid)
-	if record.Desired == journal.DesiredCreated {
+	switch record.Desired {
+	case journal.DesiredCreated:
 		// It died before it was started: whoever creates it makes a new task.
 		return a.endTask(ctx, sb, 0)
-	}
-	if record.ExitCode == nil {
-		if err := a.recordExit(sb, c, record); err != nil {
-			return err
+	case journal.DesiredStopped:
+		if c.State == containers.NoTask && len(a.journal.Volumes(sb.uid)) == 0 {
+			return nil
 		}
+		return a.endTask(ctx, sb, 0) // an end that was not finished
+	}
+	if err := a.recordExit(sb, c); err != nil {
+		return err
 	}
 	record, _ = a.journal.Sandbox(sb.uid)
 	if !wantsRestart(c.RestartPolicy, record.ExitCode) {
@@ -129,16 +142,24 @@ func (a *Agent) ended(ctx context.Context, sb *sandbox) error {
 	return nil
 }
 
-// recordExit writes down how the task ended, and that its volumes wait for the next one.
-func (a *Agent) recordExit(sb *sandbox, c containers.Container, record journal.Sandbox) error {
+// recordExit writes down how the task ended, once, and that its volumes wait for the next one. The caller holds the life
+// lock alone and has seen that the task is over.
+func (a *Agent) recordExit(sb *sandbox, c containers.Container) error {
+	if record, _ := a.journal.Sandbox(sb.uid); record.ExitCode != nil {
+		return nil
+	}
+	var lazy []journal.Volume
 	change := journal.Change{}
 	for _, v := range a.journal.Volumes(sb.uid) {
 		if v.Phase == journal.Lazy {
-			change.DeleteVolumes = append(change.DeleteVolumes, v)
+			lazy = append(lazy, v)
 			continue
 		}
 		v.Phase, v.Mount, v.Attached = journal.Waiting, mount.Identity{}, ""
 		change.PutVolumes = append(change.PutVolumes, v)
+	}
+	if err := a.updater.forget(lazy...); err != nil {
+		return err
 	}
 	return a.updateSandbox(sb.uid, change, func(s *journal.Sandbox) {
 		code, reason, at := int32(-1), "Unknown", a.config.Clock.Now()
@@ -183,14 +204,27 @@ func (a *Agent) again(sb *sandbox) {
 	a.after(max(sb.restarts.next(0), restartBase), func() { a.restart(sb) })
 }
 
+// restartReady bounds how long a restart waits for its sources; then it is tried again, with the volumes as they are
+// wished by then.
+const restartReady = 30 * time.Second
+
 func (a *Agent) restartOnce(ctx context.Context, sb *sandbox) error {
+	if record, ok := a.journal.Sandbox(sb.uid); sb.ctx.Err() != nil || !ok || record.Desired != journal.DesiredRunning {
+		return nil
+	}
+	wait, cancel := context.WithTimeout(ctx, restartReady)
+	defer cancel()
+	ready, err := a.readyWaiting(wait, sb)
+	if err != nil {
+		return err
+	}
+	defer ready.close()
 	release, err := sb.alone(ctx)
 	if err != nil {
 		return err
 	}
 	defer release()
-	record, ok := a.journal.Sandbox(sb.uid)
-	if sb.ctx.Err() != nil || !ok || record.Desired != journal.DesiredRunning {
+	if record, ok := a.journal.Sandbox(sb.uid); sb.ctx.Err() != nil || !ok || record.Desired != journal.DesiredRunning {
 		return nil
 	}
 	defer a.changed(sb.uid)
@@ -202,13 +236,18 @@ func (a *Agent) restartOnce(ctx context.Context, sb *sandbox) error {
 		return nil
 	}
 	if c.State != containers.Created {
-		sb.see(nil)
-		if c, err = a.config.Containers.CreateTask(ctx, sb.uid); err != nil {
+		// Whatever told of the end may have been cut off before it wrote it down.
+		if err := a.recordExit(sb, c); err != nil {
 			return err
+		}
+		sb.see(nil)
+		c, err = a.config.Containers.CreateTask(ctx, sb.uid)
+		if err != nil {
+			return errors.Join(err, a.refresh(ctx, sb))
 		}
 		sb.see(&c)
 	}
-	if err := a.attachWaiting(ctx, sb); err != nil {
+	if err := a.attachWaiting(ctx, sb, ready); err != nil {
 		return err
 	}
 	if err := a.config.Containers.Start(ctx, sb.uid); err != nil {

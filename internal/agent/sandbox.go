@@ -3,7 +3,11 @@ package agent
 import (
 	"context"
 	"errors"
+	"os"
+	"strconv"
+	"strings"
 	"sync"
+	"sync/atomic"
 
 	"github.com/containerd/errdefs"
 	"golang.org/x/sync/semaphore"
@@ -22,9 +26,13 @@ type sandbox struct {
 	uid string
 	// ctx ends when the sandbox's deletion begins, and with it whatever waits on its behalf.
 	ctx    context.Context
-	cancel context.CancelFunc
+	cancel context.CancelCauseFunc
 
 	life *semaphore.Weighted
+	// verifying: a look whether its mounts are still there is under way.
+	verifying atomic.Bool
+	// looking: another look at a task that may have ended is due.
+	looking atomic.Bool
 
 	mu        sync.Mutex               // guards the fields below
 	container *containers.Container    // as it was last seen; nil when there is none
@@ -37,7 +45,7 @@ type sandbox struct {
 }
 
 func newSandbox(uid string) *sandbox {
-	ctx, cancel := context.WithCancel(context.Background())
+	ctx, cancel := context.WithCancelCause(context.Background())
 	return &sandbox{uid: uid, ctx: ctx, cancel: cancel, life: semaphore.NewWeighted(lifeShares),
 		targets: map[string]chan struct{}{}}
 }
@@ -49,7 +57,7 @@ func (s *sandbox) lockTarget(ctx context.Context, target string) (unlock func(),
 	case token <- struct{}{}:
 		return func() { <-token }, nil
 	case <-s.ctx.Done():
-		return nil, s.terminating()
+		return nil, context.Cause(s.ctx)
 	case <-ctx.Done():
 		return nil, fault.New(context.Cause(ctx), fault.OperationPending,
 			"%s of sandbox %s: another operation on this target is still under way", target, s.uid)
@@ -137,14 +145,40 @@ func (s *sandbox) enter() (*mount.Namespace, error) {
 	s.leave()
 	p, err := mount.OpenProcess(s.container.PID)
 	if err != nil {
-		return nil, err
+		return nil, s.unlessGone(err)
+	}
+	// The PID may be another process' by now: only one in the sandbox's cgroup is the sandbox's.
+	if err := s.owns(p); err != nil {
+		return nil, errors.Join(err, p.Close())
 	}
 	ns, err := mount.Enter(p)
 	if err != nil {
-		return nil, errors.Join(err, p.Close())
+		return nil, errors.Join(s.unlessGone(err), p.Close())
 	}
 	s.process, s.namespace = p, ns
 	return ns, nil
+}
+
+// owns fails unless a process, which is pinned, is in the sandbox's cgroup.
+func (s *sandbox) owns(p *mount.Process) error {
+	data, err := os.ReadFile("/proc/" + strconv.Itoa(p.PID()) + "/cgroup")
+	if err != nil || !p.Alive() {
+		return s.notRunning()
+	}
+	for line := range strings.Lines(string(data)) {
+		if strings.HasSuffix(strings.TrimSpace(line), "/"+s.uid) {
+			return nil
+		}
+	}
+	return s.notRunning()
+}
+
+// unlessGone is err, or that the sandbox does not run if that is what err means.
+func (s *sandbox) unlessGone(err error) error {
+	if fault.ReasonOf(err) == mount.ReasonNamespaceGone {
+		return s.notRunning()
+	}
+	return err
 }
 
 // init is the init process of the task whose namespace was entered; nil when none was.

@@ -2,7 +2,9 @@ package agent
 
 import (
 	"context"
+	"fmt"
 	"log/slog"
+	"runtime/debug"
 	"time"
 
 	"github.com/containerd/errdefs"
@@ -30,14 +32,18 @@ func NewServer(a *Agent, options ...grpc.ServerOption) *grpc.Server {
 			if !a.ready.Load() {
 				return nil, fault.ToGRPC(recovering())
 			}
-			resp, err := next(ctx, req)
+			var resp any
+			err := a.guard(func() (err error) {
+				resp, err = next(ctx, req)
+				return err
+			})
 			return resp, fault.ToGRPC(err)
 		}),
 		grpc.ChainStreamInterceptor(func(srv any, stream grpc.ServerStream, _ *grpc.StreamServerInfo, next grpc.StreamHandler) error {
 			if !a.ready.Load() {
 				return fault.ToGRPC(recovering())
 			}
-			return fault.ToGRPC(next(srv, stream))
+			return fault.ToGRPC(a.guard(func() error { return next(srv, stream) }))
 		}))
 	s := grpc.NewServer(options...)
 	agentv1.RegisterAgentServiceServer(s, &server{Agent: a})
@@ -47,43 +53,45 @@ func NewServer(a *Agent, options ...grpc.ServerOption) *grpc.Server {
 	return s
 }
 
+// guard turns a panic of a handler into an error: one bad request must not take the node's agent down.
+func (a *Agent) guard(handle func() error) (err error) {
+	defer func() {
+		if p := recover(); p != nil {
+			a.log.Error("panic in a call", "panic", fmt.Sprint(p), "stack", string(debug.Stack()))
+			err = fault.New(errdefs.ErrInternal, fault.Internal, "the agent failed; its log says where: please report it")
+		}
+	}()
+	return handle()
+}
+
 func recovering() error {
 	return fault.New(errdefs.ErrUnavailable, fault.AgentRecovering, "the agent is still repairing the node after its start; try again in a moment")
 }
 
 func (s *server) CreateSandbox(ctx context.Context, r *agentv1.CreateSandboxRequest) (*agentv1.SandboxState, error) {
-	if err := s.fence(r.GetCommand(), ""); err != nil {
-		return nil, err
-	}
-	if err := s.create(ctx, containerSpec(r)); err != nil {
+	if err := s.create(ctx, containerSpec(r), s.fenceOf(r.GetCommand(), "")); err != nil {
 		return nil, err
 	}
 	return s.state(r.GetCommand().GetSandboxUid()), nil
 }
 
 func (s *server) StartSandbox(ctx context.Context, r *agentv1.StartSandboxRequest) (*agentv1.SandboxState, error) {
-	if err := s.fence(r.GetCommand(), ""); err != nil {
-		return nil, err
-	}
 	sb, err := s.known(r.GetCommand().GetSandboxUid())
 	if err != nil {
 		return nil, err
 	}
-	if err := s.start(ctx, sb); err != nil {
+	if err := s.start(ctx, sb, s.fenceOf(r.GetCommand(), "")); err != nil {
 		return nil, err
 	}
 	return s.state(sb.uid), nil
 }
 
 func (s *server) StopSandbox(ctx context.Context, r *agentv1.StopSandboxRequest) (*agentv1.SandboxState, error) {
-	if err := s.fence(r.GetCommand(), ""); err != nil {
-		return nil, err
-	}
 	sb, err := s.known(r.GetCommand().GetSandboxUid())
 	if err != nil {
 		return nil, err
 	}
-	if err := s.stopTask(ctx, sb, grace(r.GetGrace())); err != nil {
+	if err := s.stopTask(ctx, sb, grace(r.GetGrace()), s.fenceOf(r.GetCommand(), "")); err != nil {
 		return nil, err
 	}
 	return s.state(sb.uid), nil
@@ -106,7 +114,7 @@ func grace(d *durationpb.Duration) time.Duration {
 func (s *server) Attach(ctx context.Context, r *agentv1.AttachRequest) (*agentv1.AttachResponse, error) {
 	began := s.config.Clock.Now()
 	record, already, err := s.attach(ctx, r)
-	log := s.log.With("operation", "attach", "operationId", r.GetCommand().GetOperationId(), "sandbox", r.GetCommand().GetSandboxUid(),
+	log := s.log.With("operationId", r.GetCommand().GetOperationId(), "sandbox", r.GetCommand().GetSandboxUid(),
 		"tenant", r.GetTenantId(), "source", sourceName(r), "target", r.GetTarget(), "mode", r.GetMode())
 	s.observe("attach", began, result(err, false), record.Stages)
 	if err != nil {
@@ -126,9 +134,7 @@ func (s *server) attach(ctx context.Context, r *agentv1.AttachRequest) (journal.
 	if err != nil {
 		return journal.Volume{}, false, err
 	}
-	if err := s.fence(r.GetCommand(), r.GetTarget()); err != nil {
-		return journal.Volume{}, false, err
-	}
+	attachment.Fence = s.fenceOf(r.GetCommand(), r.GetTarget())
 	return s.updater.Attach(ctx, sb, attachment)
 }
 
@@ -149,7 +155,8 @@ func (s *server) workload(r *agentv1.AttachRequest) (*sandbox, string, error) {
 func (s *server) Detach(ctx context.Context, r *agentv1.DetachRequest) (*agentv1.DetachResponse, error) {
 	began := s.config.Clock.Now()
 	out, err := s.detach(ctx, r)
-	log := s.log.With("operation", "detach", "operationId", r.GetCommand().GetOperationId(), "sandbox", r.GetCommand().GetSandboxUid(),
+	log := s.log.With("operationId", r.GetCommand().GetOperationId(), "sandbox", r.GetCommand().GetSandboxUid(),
+		"tenant", out.Record.Request.TenantID, "source", string(out.Record.Request.Type)+":"+out.Record.Request.Source,
 		"target", r.GetTarget(), "force", r.GetForce())
 	s.observe("detach", began, result(err, out.Busy), nil)
 	if err != nil {
@@ -175,10 +182,8 @@ func (s *server) Detach(ctx context.Context, r *agentv1.DetachRequest) (*agentv1
 }
 
 func (s *server) detach(ctx context.Context, r *agentv1.DetachRequest) (Detached, error) {
-	if err := s.fence(r.GetCommand(), r.GetTarget()); err != nil {
-		return Detached{}, err
-	}
-	return s.updater.Detach(ctx, s.sandbox(r.GetCommand().GetSandboxUid()), r.GetTarget(), r.GetEntryHash(), r.GetForce())
+	return s.updater.Detach(ctx, s.sandbox(r.GetCommand().GetSandboxUid()), r.GetTarget(), r.GetEntryHash(), r.GetForce(),
+		s.fenceOf(r.GetCommand(), r.GetTarget()))
 }
 
 func result(err error, busy bool) string {

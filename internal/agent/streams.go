@@ -119,7 +119,7 @@ func (s *server) ListImages(ctx context.Context, _ *agentv1.ListImagesRequest) (
 func imagesResponse(images []containers.Image) *agentv1.ImagesResponse {
 	out := &agentv1.ImagesResponse{}
 	for _, i := range images {
-		out.Images = append(out.Images, &agentv1.Image{Name: i.Name, Digest: i.Digest})
+		out.Images = append(out.Images, &agentv1.Image{Name: i.Name, Digest: i.Digest, SizeBytes: i.SizeBytes})
 	}
 	return out
 }

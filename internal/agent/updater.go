@@ -29,6 +29,9 @@ type Attachment struct {
 	EntryHash string
 	// Request is what the source is asked for. Its key is found by the updater.
 	Request volume.Request
+	// Fence refuses the command if it is out of date. It is asked when it is this operation's turn at its target, so
+	// that nothing newer can have come before it unseen.
+	Fence func() error
 }
 
 // ContainerMountUpdater changes what is mounted in the sandboxes of this node. Each change is a transaction: it
@@ -57,6 +60,9 @@ func (u *ContainerMountUpdater) Attach(ctx context.Context, sb *sandbox, a Attac
 		return journal.Volume{}, false, err
 	}
 	defer unlock()
+	if err := a.Fence(); err != nil {
+		return journal.Volume{}, false, err
+	}
 	if current, ok := u.journal.VolumeAt(sb.uid, a.Target); ok {
 		current, done, err := u.settle(ctx, sb, current, a)
 		if err != nil || done {
@@ -90,7 +96,9 @@ func (u *ContainerMountUpdater) settle(ctx context.Context, sb *sandbox, current
 	alive := ok && hasTask(c)
 	switch current.Phase {
 	case journal.Waiting:
-		return current, a.AtCreate && !alive, nil
+		if !alive {
+			return current, a.AtCreate, nil
+		}
 	case journal.Mounted:
 		if !alive {
 			return current, a.AtCreate, nil
@@ -102,7 +110,7 @@ func (u *ContainerMountUpdater) settle(ctx context.Context, sb *sandbox, current
 		if _, there, err := ns.Find(current.Mount); err != nil || there {
 			return current, there, err
 		}
-		u.log.Warn("a volume was gone from its sandbox and is attached again", "sandbox", sb.uid, "target", current.Target)
+		u.log.Warn("a volume was gone from its sandbox and is attached again", about(current)...)
 	case journal.Intent, journal.Detaching:
 		// Left by an operation whose outcome was unknown.
 		if alive {
@@ -143,70 +151,107 @@ func (u *ContainerMountUpdater) attach(ctx context.Context, sb *sandbox, a Attac
 	}
 	// Until there is a record that says so, the pin says that the volume has a user.
 	defer u.prepared.pin(request.Key)()
-
-	timing := newStages(u.clock, attachFailpoints)
 	wait, cancel := joined(ctx, sb.ctx)
 	defer cancel()
-	var prepared volume.Prepared
-	err = timing.do(stepPrepare, func() (err error) {
-		prepared, err = u.prepared.acquire(wait, request)
-		return err
-	})
+	r := &readyVolume{timing: newStages(u.clock, attachFailpoints)}
+	defer r.close()
+	record, release, err := u.begin(wait, sb, a, request, r)
 	if err != nil {
 		if sb.ctx.Err() != nil {
-			err = sb.terminating()
+			err = fmt.Errorf("%w: %w", context.Cause(sb.ctx), err)
 		}
-		return journal.Volume{}, fmt.Errorf("prepare the source of %s: %w", a.Target, err)
-	}
-	release, err := sb.share(wait)
-	if sb.ctx.Err() != nil {
-		if err == nil {
-			release()
-		}
-		return journal.Volume{}, sb.terminating()
-	}
-	if err != nil {
-		return journal.Volume{}, err
+		return journal.Volume{}, fmt.Errorf("attach %s: %w", a.Target, err)
 	}
 	defer release()
-	record := journal.Volume{SandboxUID: sb.uid, ID: a.OperationID, Target: a.Target, EntryHash: a.EntryHash, Kind: a.Kind,
-		Request: request, Phase: journal.Waiting, Path: prepared.Path, Limit: prepared.Limit, CapacityBytes: prepared.CapacityBytes}
-	if c, ok := sb.seen(); a.AtCreate && (!ok || !hasTask(c)) {
-		err := timing.do(stepJournalWaiting, func() error { return u.put(record) })
+	if r.tree == nil {
+		err := r.timing.do(stepJournalWaiting, func() error { return u.put(record) })
 		return record, err
 	}
-	placed, err := u.place(wait, sb, record, prepared, timing)
+	placed, err := u.place(wait, sb, record, r)
 	if err == nil || mayBeMounted(err) {
 		return placed, err
-	}
-	if sb.ctx.Err() != nil {
-		err = fmt.Errorf("%w: %w", sb.terminating(), err)
 	}
 	if forgetErr := u.forget(record); forgetErr != nil {
 		return record, incomplete(err, forgetErr)
 	}
-	return record, fmt.Errorf("%w; undone: %s", err, timing.undone())
+	return record, fmt.Errorf("%w; undone: %s", err, r.timing.undone())
 }
 
-// place attaches the volume of a record to the sandbox's task. The caller holds the life lock. When it fails the
-// sandbox is as before and the caller puts the journal right, except when the volume may be mounted all the same: then
-// the record stays, for the next operation, or the next start, to find out.
-func (u *ContainerMountUpdater) place(ctx context.Context, sb *sandbox, record journal.Volume, prepared volume.Prepared, timing *stages) (journal.Volume, error) {
-	failed := func(err error) (journal.Volume, error) {
-		return record, fmt.Errorf("attach %s: %w", record.Target, err)
+// begin makes the source ready, then takes a share of the sandbox's life lock. Where the volume has to wait for a task
+// that does not exist yet, it is ready without a tree.
+func (u *ContainerMountUpdater) begin(ctx context.Context, sb *sandbox, a Attachment, request volume.Request, r *readyVolume) (journal.Volume, func(), error) {
+	wantTree := !a.AtCreate
+	for {
+		if err := u.ready(ctx, request, r, wantTree); err != nil {
+			return journal.Volume{}, nil, err
+		}
+		release, err := sb.share(ctx)
+		if err != nil {
+			return journal.Volume{}, nil, err
+		}
+		if sb.ctx.Err() != nil {
+			release()
+			return journal.Volume{}, nil, context.Cause(sb.ctx)
+		}
+		c, ok := sb.seen()
+		if alive := ok && hasTask(c); alive && r.tree == nil {
+			release() // the task came meanwhile
+			wantTree = true
+			continue
+		}
+		return journal.Volume{SandboxUID: sb.uid, ID: a.OperationID, Target: a.Target, EntryHash: a.EntryHash, Kind: a.Kind,
+			Request: request, Phase: journal.Waiting, Path: r.prepared.Path, Limit: r.prepared.Limit,
+			CapacityBytes: r.prepared.CapacityBytes}, release, nil
 	}
-	var tree *mount.Tree
-	if err := timing.do(stepTree, func() (err error) {
-		tree, err = u.prepared.tree(ctx, record.Request, prepared)
+}
+
+// readyVolume is a volume of which nothing is left to do that could hang on its source.
+type readyVolume struct {
+	timing   *stages
+	prepared volume.Prepared
+	acquired bool
+	tree     *mount.Tree // with its attributes set
+}
+
+func (r *readyVolume) close() {
+	if r.tree != nil {
+		_ = r.tree.Close()
+	}
+}
+
+// ready prepares a volume and, if wanted, makes a tree of it. It may wait for the source for as long as the context
+// allows, so no lock is held but the target's. The caller holds a pin or a record of the volume.
+func (u *ContainerMountUpdater) ready(ctx context.Context, request volume.Request, r *readyVolume, wantTree bool) error {
+	if !r.acquired {
+		if err := r.timing.do(stepPrepare, func() (err error) {
+			r.prepared, err = u.prepared.acquire(ctx, request)
+			return err
+		}); err != nil {
+			return fmt.Errorf("prepare the source: %w", err)
+		}
+		r.acquired = true
+	}
+	if !wantTree || r.tree != nil {
+		return nil
+	}
+	if err := r.timing.do(stepTree, func() (err error) {
+		r.tree, err = u.prepared.tree(ctx, request, r.prepared)
 		return err
 	}); err != nil {
-		return failed(err)
+		return err
 	}
-	defer tree.Close()
-	if err := timing.do(stepAttributes, func() error {
-		return tree.SetAttributes(mount.Attributes{ReadOnly: record.Request.ReadOnly})
-	}); err != nil {
-		return failed(err)
+	return r.timing.do(stepAttributes, func() error {
+		return r.tree.SetAttributes(mount.Attributes{ReadOnly: request.ReadOnly})
+	})
+}
+
+// place attaches the volume of a record, which is ready, to the sandbox's task. The caller holds the life lock. When it
+// fails the sandbox is as before and the caller puts the journal right, except when the volume may be mounted all the
+// same: then the record stays, for the next operation, or the next start, to find out.
+func (u *ContainerMountUpdater) place(ctx context.Context, sb *sandbox, record journal.Volume, r *readyVolume) (journal.Volume, error) {
+	timing, tree := r.timing, r.tree
+	failed := func(err error) (journal.Volume, error) {
+		return record, fmt.Errorf("attach %s: %w", record.Target, sb.unlessGone(err))
 	}
 	ns, err := sb.enter()
 	if err != nil {

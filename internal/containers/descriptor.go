@@ -11,6 +11,8 @@ import (
 	"time"
 
 	"github.com/containerd/containerd/v2/pkg/identifiers"
+
+	"github.com/flux-sandbox/flux-sandbox/api/sandbox/v1alpha1"
 )
 
 // DescriptorLabel is the one containerd label of a sandbox's container: its Descriptor as JSON.
@@ -62,7 +64,7 @@ type Resources struct {
 
 // MinMemory and MinPids are what the runtime and the sandbox's PID 1 need themselves.
 const (
-	MinMemory = 8 << 20
+	MinMemory = v1alpha1.MinMemoryBytes
 	MinPids   = 16
 )
 

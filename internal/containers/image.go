@@ -14,6 +14,7 @@ import (
 	"github.com/containerd/containerd/v2/core/content"
 	"github.com/containerd/containerd/v2/core/images"
 	"github.com/containerd/errdefs"
+	"github.com/containerd/platforms"
 	"github.com/distribution/reference"
 	"github.com/opencontainers/go-digest"
 	"github.com/opencontainers/image-spec/identity"
@@ -27,6 +28,8 @@ type Image struct {
 	Name      string
 	Digest    string
 	CreatedAt time.Time
+	// SizeBytes is the size of its content as it was imported or pulled; 0 if it cannot be told.
+	SizeBytes int64
 }
 
 // ImportOptions are the options of ImportImage.
@@ -69,7 +72,7 @@ func (r *Runtime) ImportImage(ctx context.Context, archive io.Reader, opts Impor
 		if err := r.unpack(ctx, image); err != nil {
 			return nil, err
 		}
-		found = append(found, describe(image))
+		found = append(found, r.describe(ctx, image))
 	}
 	return found, nil
 }
@@ -82,7 +85,7 @@ func (r *Runtime) ListImages(ctx context.Context) ([]Image, error) {
 	}
 	var found []Image
 	for _, image := range list {
-		found = append(found, describe(image))
+		found = append(found, r.describe(ctx, image))
 	}
 	slices.SortFunc(found, func(a, b Image) int { return strings.Compare(a.Name, b.Name) })
 	return found, nil
@@ -98,11 +101,16 @@ func (r *Runtime) PullImage(ctx context.Context, ref string) (Image, error) {
 	if err != nil {
 		return Image{}, errorf(err, "pull image %s", name)
 	}
-	return describe(image.Metadata()), nil
+	return r.describe(ctx, image.Metadata()), nil
 }
 
-func describe(image images.Image) Image {
-	return Image{Name: image.Name, Digest: image.Target.Digest.String(), CreatedAt: image.CreatedAt}
+func (r *Runtime) describe(ctx context.Context, image images.Image) Image {
+	// For this machine's platform only: content of others is usually not there. Without it the size is not told.
+	size, err := image.Size(r.context(ctx), r.client.ContentStore(), platforms.Default())
+	if err != nil {
+		size = 0
+	}
+	return Image{Name: image.Name, Digest: image.Target.Digest.String(), CreatedAt: image.CreatedAt, SizeBytes: size}
 }
 
 func normalise(ref string) (string, error) {

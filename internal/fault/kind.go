@@ -66,5 +66,8 @@ func KindOf(reason Reason) error {
 	if kind, ok := kindOf[reason]; ok {
 		return kind
 	}
+	if kind, ok := kindBelow[reason]; ok {
+		return kind
+	}
 	return errdefs.ErrUnknown
 }

@@ -6,6 +6,7 @@ import (
 	"go/parser"
 	"go/token"
 	"strconv"
+	"strings"
 	"testing"
 
 	"github.com/containerd/errdefs"
@@ -48,6 +49,40 @@ func TestEveryReasonHasAKind(t *testing.T) {
 	for _, r := range reasons(t) {
 		if errors.Is(fault.KindOf(r), errdefs.ErrUnknown) {
 			t.Errorf("reason %s has no kind", r)
+		}
+	}
+}
+
+// reasonsBelow reads the constants named Reason… off the source of a package below.
+func reasonsBelow(t *testing.T, file string) []fault.Reason {
+	t.Helper()
+	parsed, err := parser.ParseFile(token.NewFileSet(), file, nil, 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	var out []fault.Reason
+	ast.Inspect(parsed, func(n ast.Node) bool {
+		spec, ok := n.(*ast.ValueSpec)
+		if !ok || !strings.HasPrefix(spec.Names[0].Name, "Reason") || len(spec.Values) != 1 {
+			return true
+		}
+		if word, err := strconv.Unquote(spec.Values[0].(*ast.BasicLit).Value); err == nil {
+			out = append(out, fault.Reason(word))
+		}
+		return true
+	})
+	if len(out) < 9 {
+		t.Fatalf("found %d reasons in %s only: the test no longer reads them", len(out), file)
+	}
+	return out
+}
+
+func TestEveryReasonOfThePackagesBelowHasAKind(t *testing.T) {
+	for _, file := range []string{"../mount/errors.go", "../capacity/errors.go"} {
+		for _, r := range reasonsBelow(t, file) {
+			if errors.Is(fault.KindOf(r), errdefs.ErrUnknown) {
+				t.Errorf("reason %s of %s has no kind", r, file)
+			}
 		}
 	}
 }

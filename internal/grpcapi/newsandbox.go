@@ -211,12 +211,11 @@ func checkResources(sb *v1alpha1.Sandbox) error {
 			if q.Sign() <= 0 {
 				return invalid("%s is %s: it must be more than nothing; leave it out for no limit", at, q.String())
 			}
-			// The smallest limits that runc takes: 1 ms of 100 ms, and what lets a process start at all.
-			if name == corev1.ResourceMemory && q.Value() < 4<<20 {
-				return invalid("%s is %s: no process runs in less than 4Mi of memory; did you forget a unit?", at, q.String())
+			if name == corev1.ResourceMemory && q.Value() < v1alpha1.MinMemoryBytes {
+				return invalid("%s is %s: a sandbox needs at least %dMi of memory; did you forget a unit?", at, q.String(), v1alpha1.MinMemoryBytes>>20)
 			}
-			if name == corev1.ResourceCPU && q.MilliValue() < 10 {
-				return invalid("%s is %s: at least 10m can be enforced", at, q.String())
+			if name == corev1.ResourceCPU && q.MilliValue() < v1alpha1.MinCPUMilli {
+				return invalid("%s is %s: at least %dm can be enforced", at, q.String(), v1alpha1.MinCPUMilli)
 			}
 			limit, limited := sb.Spec.Resources.Limits[name]
 			if field == "requests" && limited && q.Cmp(limit) > 0 {

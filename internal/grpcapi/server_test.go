@@ -182,7 +182,7 @@ func TestAccessLine(t *testing.T) {
 	log := e.Log.String()
 	for _, want := range []string{
 		"method=/flux.sandbox.v1.SandboxVolumeService/AddSandVolume code=OK", "caller=socket", "source=/srv/data target=/data",
-		"sandbox=default/a uid=" + uid + " tenant=acme", "operation=op-1", "code=AlreadyExists", "reason=TARGET_IN_USE",
+		"sandbox=default/a uid=" + uid + " tenant=acme", "operationId=op-1", "code=AlreadyExists", "reason=TARGET_IN_USE",
 	} {
 		if !strings.Contains(log, want) {
 			t.Errorf("the log lacks %q:\n%s", want, log)

@@ -67,7 +67,7 @@ func (s *volumeService) AddSandVolume(ctx context.Context, req *sandboxv1.AddSan
 					wish.Target, keyOf(sb), soFar(outcome.row))
 			}
 		}
-		annotate(ctx, slog.String("operation", outcome.row.OperationID))
+		annotate(ctx, slog.String("operationId", outcome.row.OperationID))
 		return &sandboxv1.AddSandVolumeResponse{
 			Volume:         convert.VolumeStatusProto(*outcome.row),
 			AlreadyMounted: p.step == stepAnswer,
@@ -157,7 +157,7 @@ func (s *volumeService) RemoveSandVolume(ctx context.Context, req *sandboxv1.Rem
 	}
 	resp := &sandboxv1.RemoveSandVolumeResponse{Result: outcome.result}
 	if row := outcome.last(); row != nil {
-		annotate(ctx, slog.String("source", row.Source), slog.String("operation", row.OperationID))
+		annotate(ctx, slog.String("source", row.Source), slog.String("operationId", row.OperationID))
 		resp.Volume = convert.VolumeStatusProto(*row)
 	}
 	return resp, nil

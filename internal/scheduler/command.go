@@ -39,7 +39,7 @@ func (p *pass) absorb(r result) {
 	} else if r.state != nil {
 		p.registry.setState(r.op.node, a.uid, r.state, r.op.heard)
 	}
-	p.log(string(r.op.verb)+" done", "node", r.op.node, "operation", r.op.id, "took", p.now.Sub(r.op.started))
+	p.log(string(r.op.verb)+" done", "node", r.op.node, "operationId", r.op.id, "took", p.now.Sub(r.op.started))
 }
 
 // begin sends a command to the sandbox's agent in a goroutine of its own, and has the sandbox looked at again

@@ -262,7 +262,7 @@ func (p *pass) lifeFailed(r result) {
 	a.lifeErr, a.lifeGeneration = r.err, r.op.generation
 	a.lifeRetry.failed(p.now)
 	p.Logger.Warn("the agent could not "+string(r.op.verb)+" the sandbox", "sandbox", a.key.String(), "tenant", p.sb.Spec.TenantID,
-		"node", r.op.node, "operation", r.op.id, "reason", fault.ReasonOf(r.err), "error", r.err)
+		"node", r.op.node, "operationId", r.op.id, "reason", fault.ReasonOf(r.err), "error", r.err)
 	p.event(p.sb, EventWarning, string(fault.ReasonOf(r.err)), r.err.Error())
 	if r.op.verb == verbCreate && fault.ReasonOf(r.err) == fault.NoCapacity && p.registry.state(r.op.node, a.uid) == nil && p.runtime != nil {
 		p.replace(r.op.node)

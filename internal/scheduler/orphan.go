@@ -34,7 +34,7 @@ func (s *Scheduler) collect(ctx context.Context, it item) {
 		return
 	}
 	id := newOperationID()
-	s.Logger.Warn("the node has a sandbox that the store does not have there: it is removed", "uid", it.uid, "node", it.node, "operation", id)
+	s.Logger.Warn("the node has a sandbox that the store does not have there: it is removed", "uid", it.uid, "node", it.node, "operationId", id)
 	ctx, cancel := context.WithCancelCause(s.base)
 	timer := s.Clock.AfterFunc(stopTimeout, func() { cancel(errTooLong) })
 	s.commands.Go(func() {
@@ -45,7 +45,7 @@ func (s *Scheduler) collect(ctx context.Context, it item) {
 		timer.Stop()
 		if err = commandError(ctx, err); err != nil {
 			s.metrics.operations.WithLabelValues(string(verbDelete), string(fault.ReasonOf(err))).Inc()
-			s.Logger.Warn("cannot remove an orphan", "uid", it.uid, "node", it.node, "operation", id, "error", err)
+			s.Logger.Warn("cannot remove an orphan", "uid", it.uid, "node", it.node, "operationId", id, "error", err)
 			s.queue.addAt(it, s.Clock.Now().Add(firstRetry))
 			return
 		}

@@ -162,5 +162,5 @@ func (m *VolumeManager) log(p *pass, message string, d *v1alpha1.DynamicVolume, 
 
 func (m *VolumeManager) fields(p *pass, d *v1alpha1.DynamicVolume, v *volumeState, r result) []any {
 	return []any{"sandbox", p.a.key.String(), "tenant", p.sb.Spec.TenantID, "volumeType", d.VolumeType, "source", d.Source, "target", d.Target,
-		"topology", v.topology.result, "node", r.op.node, "operation", r.op.id}
+		"topology", v.topology.result, "node", r.op.node, "operationId", r.op.id}
 }

@@ -104,7 +104,8 @@ func (w *world) mounts(loops map[string]string) []string {
 	return found
 }
 
-// processes are those that have to do with this machine, zombies too.
+// processes are those that have to do with this machine. Of zombies only those count whose parent does too: others wait
+// for the machine's init.
 func (w *world) processes() []string {
 	var found []string
 	dirs, _ := filepath.Glob("/proc/[0-9]*")
@@ -114,12 +115,19 @@ func (w *world) processes() []string {
 			continue
 		}
 		cgroup, _ := os.ReadFile(filepath.Join(dir, "cgroup"))
-		if !bytes.Contains(cmdline, []byte(w.name())) && !bytes.Contains(cgroup, []byte(w.name())) && !bytes.Contains(cmdline, []byte(w.Bin)) {
-			continue
+		args := string(bytes.ReplaceAll(bytes.TrimRight(cmdline, "\x00"), []byte{0}, []byte{' '}))
+		// proc(5): pid (comm) state ppid …
+		stat, _ := os.ReadFile(filepath.Join(dir, "stat"))
+		_, rest, _ := strings.Cut(string(stat), ") ")
+		if fields := strings.Fields(rest); len(fields) > 1 && fields[0] == "Z" {
+			if parent, _ := os.ReadFile(filepath.Join("/proc", fields[1], "cmdline")); !bytes.Contains(parent, []byte(w.name())) {
+				continue
+			}
+			args = "zombie " + string(stat)
 		}
-		comm, _ := os.ReadFile(filepath.Join(dir, "comm"))
-		args := strings.Join(strings.Split(strings.TrimRight(string(cmdline), "\x00"), "\x00"), " ")
-		found = append(found, fmt.Sprintf("process %s: %s", strings.TrimSpace(string(comm)), args))
+		if strings.Contains(args, w.name()) || strings.Contains(args, w.Bin) || bytes.Contains(cgroup, []byte(w.name())) {
+			found = append(found, "process "+args)
+		}
 	}
 	return found
 }

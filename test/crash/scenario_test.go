@@ -211,12 +211,35 @@ var (
 		return takeAway(ctx, w, "/a/b/c", false, sandboxv1.RemoveSandVolumeResponse_DETACHED, sandboxv1.RemoveSandVolumeResponse_ABSENT)
 	}}
 	removeBusy = step{"remove a volume in use", func(ctx context.Context, w *world) error {
+		// It is in use once the process has gone there.
+		if err := await(ctx, func(ctx context.Context) error { return w.sitsIn(ctx, w.directory("busy")) }); err != nil {
+			return err
+		}
 		return expect(takeAway(ctx, w, "/busy", false), fault.Busy)
 	}}
 	removeBusyForced = step{"remove a volume in use by force", func(ctx context.Context, w *world) error {
 		return takeAway(ctx, w, "/busy", true, sandboxv1.RemoveSandVolumeResponse_LAZY, sandboxv1.RemoveSandVolumeResponse_ABSENT)
 	}}
 )
+
+// sitsIn is nil when a process of the victim has its working directory in a volume: not below it, where the first
+// process was before the volume came.
+func (w *world) sitsIn(ctx context.Context, source string) error {
+	c, err := w.task(ctx, victim)
+	if err != nil {
+		return err
+	}
+	want, err := os.Stat(source)
+	if err != nil {
+		return err
+	}
+	for _, pid := range w.runtime.Processes(c.UID) {
+		if cwd, err := os.Stat(fmt.Sprintf("/proc/%d/cwd", pid)); err == nil && os.SameFile(cwd, want) {
+			return nil
+		}
+	}
+	return fmt.Errorf("no process sits in %s", source)
+}
 
 // killProcess kills the sandbox's first process, and waits until there is another one with the same volumes.
 var killProcess = step{"kill the process", func(ctx context.Context, w *world) error {

@@ -78,12 +78,9 @@ func newWorld(t *testing.T) *world {
 	for _, f := range w.before {
 		for _, leak := range []string{"loop device", "mount", "container", "leftover", "agent's sandbox", "prepared", "sandbox"} {
 			if strings.HasPrefix(f, leak+" ") {
-				t.Errorf("undisturbed scenarios left: %s", f)
+				t.Fatalf("undisturbed scenarios left: %s", f)
 			}
 		}
-	}
-	if t.Failed() {
-		t.FailNow()
 	}
 	return w
 }

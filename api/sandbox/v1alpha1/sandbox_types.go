@@ -10,6 +10,10 @@ const (
 	FinalizerVolumes = "sandbox.flux.io/volumes"
 	// LabelTenantID names the tenant of a Namespace, or of a PersistentVolume or claim.
 	LabelTenantID = "sandbox.flux.io/tenant-id"
+	// MinMemoryBytes and MinCPUMilli are the smallest limits that can be enforced: what the runtime and the sandbox's
+	// PID 1 need themselves, and 1 ms in 100 ms.
+	MinMemoryBytes = 8 << 20
+	MinCPUMilli    = 10
 	// MaxVolumes is the most entries that each volume list of a sandbox may have.
 	MaxVolumes = 32
 )

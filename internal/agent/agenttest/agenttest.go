@@ -229,8 +229,19 @@ func (s *Sandbox) createRequest() *agentv1.CreateSandboxRequest {
 // CreateAgain sends the create command again.
 func (s *Sandbox) CreateAgain(tb testing.TB) {
 	tb.Helper()
-	_, err := s.node.Client.CreateSandbox(tb.Context(), s.createRequest())
-	must(tb, fault.FromGRPC(err))
+	must(tb, s.TryCreate(tb.Context()))
+}
+
+// TryCreate sends the create command.
+func (s *Sandbox) TryCreate(ctx context.Context) error {
+	_, err := s.node.Client.CreateSandbox(ctx, s.createRequest())
+	return fault.FromGRPC(err)
+}
+
+// TryStart sends the start command.
+func (s *Sandbox) TryStart(ctx context.Context) error {
+	_, err := s.node.Client.StartSandbox(ctx, &agentv1.StartSandboxRequest{Command: s.command()})
+	return fault.FromGRPC(err)
 }
 
 // Start starts the sandbox's process.

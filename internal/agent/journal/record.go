@@ -26,7 +26,7 @@ const (
 	Mounted VolumePhase = "Mounted"
 	// Detaching: the detach was begun.
 	Detaching VolumePhase = "Detaching"
-	// Lazy: gone from the sandbox's tree, but processes still hold it.
+	// Lazy: gone from the sandbox's tree, but processes, or a mount namespace inside the sandbox, still hold it.
 	Lazy VolumePhase = "Lazy"
 )
 
@@ -48,6 +48,8 @@ type Volume struct {
 	Path          v1alpha1.VolumePath       `json:"path,omitempty"`
 	Limit         v1alpha1.LimitEnforcement `json:"limit,omitempty"`
 	CapacityBytes int64                     `json:"capacityBytes,omitempty"`
+	// DetachState is what is left of a detach, in phase Lazy.
+	DetachState v1alpha1.DetachState `json:"detachState,omitempty"`
 	// Stages are how long the steps of its attach took.
 	Stages []Stage `json:"stages,omitempty"`
 }
