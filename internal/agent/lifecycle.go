@@ -55,7 +55,7 @@ func (a *Agent) create(ctx context.Context, spec containers.Spec, fence func() e
 			c, err = a.config.Containers.Create(ctx, spec)
 		}
 		if err == nil && !hasTask(c) {
-			sb.see(nil) // leave the namespace of the task that ended
+			sb.see(&c) // leave the namespace of the task that ended
 			c, err = a.config.Containers.CreateTask(ctx, spec.UID)
 		}
 		if err != nil {

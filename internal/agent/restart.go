@@ -240,7 +240,7 @@ func (a *Agent) restartOnce(ctx context.Context, sb *sandbox) error {
 		if err := a.recordExit(sb, c); err != nil {
 			return err
 		}
-		sb.see(nil)
+		sb.see(&c) // leave the namespace of the task that ended
 		c, err = a.config.Containers.CreateTask(ctx, sb.uid)
 		if err != nil {
 			return errors.Join(err, a.refresh(ctx, sb))

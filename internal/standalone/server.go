@@ -160,7 +160,9 @@ func openNode(ctx context.Context, config Config, log *slog.Logger, registry pro
 	}
 	n.server = agent.NewServer(n.agent)
 	go func() { _ = n.server.Serve(listener) }() // ends with close, which is the only way it ends
-	n.conn, err = grpc.NewClient("unix://"+config.agentSocket(), grpc.WithTransportCredentials(insecure.NewCredentials()))
+	// The agent is in this process: a connection that breaks comes back, and a call is worth waiting for it.
+	n.conn, err = grpc.NewClient("unix://"+config.agentSocket(), grpc.WithTransportCredentials(insecure.NewCredentials()),
+		grpc.WithDefaultCallOptions(grpc.WaitForReady(true)))
 	if err != nil {
 		n.close()
 		return nil, err

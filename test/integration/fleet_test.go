@@ -4,7 +4,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"log/slog"
 	"maps"
 	"math/rand/v2"
 	"os"
@@ -20,7 +19,6 @@ import (
 
 	agentv1 "github.com/flux-sandbox/flux-sandbox/api/proto/agent/v1"
 	"github.com/flux-sandbox/flux-sandbox/api/sandbox/v1alpha1"
-	"github.com/flux-sandbox/flux-sandbox/internal/agent"
 	"github.com/flux-sandbox/flux-sandbox/internal/agent/agenttest"
 	"github.com/flux-sandbox/flux-sandbox/internal/containers"
 	"github.com/flux-sandbox/flux-sandbox/internal/mount"
@@ -111,7 +109,7 @@ func (p *preparations) ended(r volume.Request) {
 func TestFleet(t *testing.T) {
 	var p preparations
 	h := &hooks{prepare: p.began, prepared: p.ended}
-	f := &fleet{Node: agenttest.New(t, func(c *agent.Config) {h.install(c); w,_:=os.OpenFile("/tmp/fleet.log", os.O_APPEND|os.O_CREATE|os.O_WRONLY,0o644); c.Log=slog.New(slog.NewTextHandler(w, nil))}), sandboxes: make([]*agenttest.Sandbox, fleetSize)}
+	f := &fleet{Node: agenttest.New(t, h.install), sandboxes: make([]*agenttest.Sandbox, fleetSize)}
 	f.runtime = f.Env.Open(t, nil)
 	p.source = f.Image("t1", "once")
 	f.Shared(t, "model")
@@ -247,7 +245,7 @@ func (f *fleet) operation(ctx context.Context, random *rand.Rand) error {
 	v.mu.Lock()
 	defer v.mu.Unlock()
 	attach := v.attached == again
-	ctx, cancel := context.WithTimeout(ctx, 20*time.Second)
+	ctx, cancel := context.WithTimeout(ctx, 2*time.Minute)
 	defer cancel()
 	ticker := time.NewTicker(20 * time.Millisecond)
 	defer ticker.Stop()

@@ -135,7 +135,8 @@ func (n *Node) Start(tb testing.TB) {
 	}
 	// One connection for all agents that come after each other, so that clients may go on during a restart.
 	n.conn, err = grpc.NewClient("unix://"+socket, grpc.WithTransportCredentials(insecure.NewCredentials()),
-		grpc.WithConnectParams(grpc.ConnectParams{Backoff: backoff.Config{BaseDelay: 5 * time.Millisecond, MaxDelay: 50 * time.Millisecond}}))
+		grpc.WithConnectParams(grpc.ConnectParams{MinConnectTimeout: time.Minute,
+			Backoff: backoff.Config{BaseDelay: 5 * time.Millisecond, Multiplier: 2, MaxDelay: 50 * time.Millisecond}}))
 	must(tb, err)
 	n.Client = agentv1.NewAgentServiceClient(n.conn)
 }
