@@ -33,15 +33,16 @@ func (u *ContainerMountUpdater) Detach(ctx context.Context, sb *sandbox, target,
 	if err := fence(); err != nil {
 		return Detached{}, err
 	}
-	record, ok := u.journal.VolumeAt(sb.uid, target)
-	if !ok || (entryHash != "" && record.EntryHash != entryHash) {
-		return Detached{Outcome: mount.Absent, ReleasePending: u.lingers(sb.uid, target, entryHash)}, nil
-	}
+	// Before the record is read: a restart of the sandbox mounts the volume anew.
 	release, err := sb.share(ctx)
 	if err != nil {
 		return Detached{}, err
 	}
 	defer release()
+	record, ok := u.journal.VolumeAt(sb.uid, target)
+	if !ok || (entryHash != "" && record.EntryHash != entryHash) {
+		return Detached{Outcome: mount.Absent, ReleasePending: u.lingers(sb.uid, target, entryHash)}, nil
+	}
 	result, err := u.detach(context.WithoutCancel(ctx), sb, record, force)
 	result.Record = record
 	u.changed(sb.uid)

@@ -86,8 +86,11 @@ var capabilities = []string{"dynamic-volumes"}
 func (a *Agent) update(uids, keys []string, revision int64, full bool) *agentv1.InventoryUpdate {
 	u := &agentv1.InventoryUpdate{BootId: a.bootID, InstanceId: a.instanceID, Node: a.config.Node, Capabilities: capabilities,
 		Revision: revision, Full: full}
-	if mounts, err := mount.Mounts(); err == nil {
-		u.MountCount = int64(len(mounts))
+	// Not with every change of a volume: it costs more than the change.
+	if heartbeat := len(uids)+len(keys) == 0; full || heartbeat {
+		if mounts, err := mount.Mounts(); err == nil {
+			u.MountCount = int64(len(mounts))
+		}
 	}
 	if full {
 		uids, keys = nil, nil

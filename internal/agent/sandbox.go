@@ -125,6 +125,10 @@ func hasTask(c containers.Container) bool {
 func (s *sandbox) see(c *containers.Container) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
+	if c != nil {
+		own := *c // the caller goes on using its own
+		c = &own
+	}
 	s.container = c
 	if s.process != nil && (c == nil || !hasTask(*c) || c.PID != s.process.PID()) {
 		s.leave()

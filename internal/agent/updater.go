@@ -92,6 +92,11 @@ func (u *ContainerMountUpdater) settle(ctx context.Context, sb *sandbox, current
 		return current, false, err
 	}
 	defer release()
+	// While it waited, the sandbox may have been restarted, and the volume mounted anew.
+	current, ok := u.journal.VolumeAt(sb.uid, a.Target)
+	if !ok {
+		return current, false, nil
+	}
 	c, ok := sb.seen()
 	alive := ok && hasTask(c)
 	switch current.Phase {
@@ -160,7 +165,11 @@ func (u *ContainerMountUpdater) attach(ctx context.Context, sb *sandbox, a Attac
 		if sb.ctx.Err() != nil {
 			err = fmt.Errorf("%w: %w", context.Cause(sb.ctx), err)
 		}
-		return journal.Volume{}, fmt.Errorf("attach %s: %w", a.Target, err)
+		err = fmt.Errorf("attach %s: %w", a.Target, err)
+		if r.acquired {
+			err = fmt.Errorf("%w; undone: %s", err, r.timing.undone())
+		}
+		return journal.Volume{}, err
 	}
 	defer release()
 	if r.tree == nil {

@@ -222,7 +222,7 @@ func (r *Runtime) createTask(ctx context.Context, record containers.Container, r
 			switch stateOf(process) {
 			case Created, Running:
 				return nil
-			case Stopped:
+			case Stopped, NoTask: // the latter: hidden (see removeTask), or under way
 				if delErr := r.deleteTask(ctx, record.ID); delErr != nil {
 					return delErr
 				}

@@ -63,13 +63,14 @@ func (r *Runtime) delete(ctx context.Context, uid string) error {
 	return r.step(StepDeleteFiles, func() error { return r.removeFiles(uid) })
 }
 
-// removeTask kills and deletes the task, if there is one.
+// removeTask kills and deletes the task. It is deleted also where containerd shows none: a delete that was cut off with
+// its caller leaves the shim, which containerd hides and another delete finds.
 func (r *Runtime) removeTask(ctx context.Context, uid string) error {
 	process, err := r.process(ctx, uid)
-	if err != nil || process == nil {
+	if err != nil {
 		return err
 	}
-	if stateOf(process) != Stopped {
+	if process != nil && stateOf(process) != Stopped {
 		if err := r.step(StepDeleteKill, func() error {
 			if err := r.kill(ctx, uid, unix.SIGKILL); err != nil {
 				return err

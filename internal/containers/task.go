@@ -204,6 +204,10 @@ func (r *Runtime) DeleteTask(ctx context.Context, uid string) (Exit, error) {
 		if _, err := r.record(ctx, uid); err != nil {
 			return Exit{}, err
 		}
+		// It may be hidden (see removeTask).
+		if err := r.deleteTask(ctx, uid); err != nil {
+			return Exit{}, err
+		}
 		if exit := r.recordedExit(uid); exit != nil {
 			return *exit, nil
 		}

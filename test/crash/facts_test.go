@@ -167,15 +167,25 @@ func (w *world) files() []string {
 var number = regexp.MustCompile(`[0-9]+`)
 
 // openFiles are the server's open files. Connections come and go by themselves, and so do the timers and pipes of the
-// Go runtime and of programs that are run: those are left out.
+// Go runtime and of programs that are run: those are left out. So is the handle of containerd, of which a server that
+// started it has two.
 func (w *world) openFiles() []string {
 	var found []string
-	dir := fmt.Sprintf("/proc/%d/fd", w.PID())
-	entries, _ := os.ReadDir(dir)
+	dir := fmt.Sprintf("/proc/%d", w.PID())
+	entries, _ := os.ReadDir(filepath.Join(dir, "fd"))
 	for _, e := range entries {
-		link, err := os.Readlink(filepath.Join(dir, e.Name()))
+		link, err := os.Readlink(filepath.Join(dir, "fd", e.Name()))
 		if err != nil || strings.HasPrefix(link, "socket:") || strings.HasPrefix(link, "pipe:") {
 			continue
+		}
+		if link == "anon_inode:[pidfd]" {
+			info, _ := os.ReadFile(filepath.Join(dir, "fdinfo", e.Name()))
+			_, pid, _ := strings.Cut(string(info), "\nPid:")
+			pid, _, _ = strings.Cut(strings.TrimSpace(pid), "\n")
+			cmdline, _ := os.ReadFile(filepath.Join("/proc", pid, "cmdline"))
+			if bytes.Contains(cmdline, []byte(w.Dir+"/state/containerd/")) {
+				continue
+			}
 		}
 		if !strings.HasPrefix(link, "/") {
 			link = number.ReplaceAllString(link, "")

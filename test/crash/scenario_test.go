@@ -18,6 +18,7 @@ import (
 
 	agentv1 "github.com/flux-sandbox/flux-sandbox/api/proto/agent/v1"
 	sandboxv1 "github.com/flux-sandbox/flux-sandbox/api/proto/sandbox/v1"
+	"github.com/flux-sandbox/flux-sandbox/internal/containers"
 	"github.com/flux-sandbox/flux-sandbox/internal/fault"
 	"github.com/flux-sandbox/flux-sandbox/test/machine"
 )
@@ -155,16 +156,17 @@ var createAndDelete = step{"delete while it is created", func(ctx context.Contex
 	if _, err := w.Sandboxes.DeleteSandbox(ctx, &sandboxv1.DeleteSandboxRequest{Sandbox: ref(victim)}); err != nil {
 		return err
 	}
-	// The command to create it is called off once the deletion is seen.
+	// The command to create it has been called off once the agent has that to delete it, and refuses all others.
 	return await(ctx, func(ctx context.Context) error {
 		sb, err := w.Sandboxes.GetSandbox(ctx, &sandboxv1.GetSandboxRequest{Sandbox: ref(victim)})
 		if reason(err) == fault.SandboxNotFound {
 			return nil
 		}
-		if err == nil && sb.GetStatus().GetPhase() != "Terminating" {
-			err = fmt.Errorf("the sandbox is %s", sb.GetStatus().GetPhase())
+		if err != nil {
+			return err
 		}
-		return err
+		_, err = w.agent.Detach(ctx, &agentv1.DetachRequest{Command: &agentv1.Command{SandboxUid: sb.GetUid(), OperationId: "look"}, Target: "/none"})
+		return expect(err, fault.SandboxTerminating)
 	})
 }}
 
@@ -243,20 +245,22 @@ func (w *world) sitsIn(ctx context.Context, source string) error {
 
 // killProcess kills the sandbox's first process, and waits until there is another one with the same volumes.
 var killProcess = step{"kill the process", func(ctx context.Context, w *world) error {
-	before, err := w.task(ctx, victim)
-	if err != nil {
-		return err
-	}
-	if err := unix.Kill(before.PID, unix.SIGKILL); err != nil && !errors.Is(err, unix.ESRCH) {
-		return err
-	}
+	killed := 0
 	return await(ctx, func(ctx context.Context) error {
 		now, err := w.task(ctx, victim)
-		if err != nil {
+		switch {
+		case err != nil:
 			return err
+		case now.State != containers.Running:
+			return fmt.Errorf("the task is %s", now.State)
+		case killed == 0:
+			killed = now.PID
+			if err := unix.Kill(killed, unix.SIGKILL); err != nil && !errors.Is(err, unix.ESRCH) {
+				return err
+			}
 		}
-		if now.PID == before.PID || now.State != "Running" {
-			return fmt.Errorf("process %d is %s", now.PID, now.State)
+		if now.PID == killed {
+			return fmt.Errorf("process %d still runs", killed)
 		}
 		volumes, _, err := w.volumesIn(now.PID)
 		if err == nil && len(volumes) != 3 {

@@ -5,6 +5,7 @@ package crash
 import (
 	"context"
 	"fmt"
+	"os"
 	"path/filepath"
 	"strconv"
 	"strings"
@@ -41,6 +42,11 @@ type world struct {
 func newWorld(t *testing.T) *world {
 	t.Helper()
 	w := &world{Machine: machine.New(t, true)}
+	t.Cleanup(func() {
+		if log, err := os.ReadFile(filepath.Join(w.Dir, "state/containerd/containerd.log")); err == nil && t.Failed() {
+			t.Logf("containerd's log:\n%s", log[max(0, len(log)-16<<10):])
+		}
+	})
 	name := filepath.Base(w.Dir)
 	var err error
 	w.runtime, err = containers.Open(t.Context(), containers.Config{
@@ -103,13 +109,31 @@ func (w *world) restart(t *testing.T, env ...string) {
 func (w *world) run(t *testing.T, steps []step) (rest []step, died bool) {
 	t.Helper()
 	for i, s := range steps {
-		err := w.try(t.Context(), s)
-		// The death may follow the answer, or be the reason of the error.
-		wait := time.Millisecond
-		if err != nil {
-			wait = patience
+		ctx, cancel := context.WithCancel(t.Context())
+		answered := make(chan error, 1)
+		go func() { answered <- w.try(ctx, s) }()
+		var err error
+		for waiting := true; waiting; {
+			select {
+			case err = <-answered:
+				waiting = false
+			default:
+				if died = w.Ended(5 * time.Millisecond); died {
+					cancel() // nobody answers any more
+					err, waiting = <-answered, false
+				}
+			}
 		}
-		switch died := w.Ended(wait); {
+		cancel()
+		if !died {
+			// The death may be the reason of the error, or follow the answer.
+			wait := time.Millisecond
+			if err != nil {
+				wait = backgroundWait
+			}
+			died = w.Ended(wait)
+		}
+		switch {
 		case died && err == nil:
 			return steps[i+1:], true
 		case died:

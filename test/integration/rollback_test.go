@@ -37,7 +37,7 @@ func TestContainerMountUpdaterRollsBack(t *testing.T) {
 		"the source cannot be prepared": {
 			hooks:  hooks{prepare: func(context.Context, volume.Request) error { return injected() }},
 			reason: reasonInjected,
-			undone: []string{"prepare the source of /at/volume"}, // nothing was done before
+			undone: []string{"attach /at/volume: prepare the source"}, // nothing was done before
 		},
 		"the source cannot be mounted": {
 			hooks:  hooks{tree: func(context.Context, volume.Prepared) error { return injected() }},

@@ -66,10 +66,25 @@ func Main(m *testing.M) int {
 		}
 		shared = nil
 	}
-	if helpers != "" {
-		os.RemoveAll(helpers)
+	if err := clean(); err != nil {
+		fmt.Fprintln(os.Stderr, "containerstest:", err)
+		code = max(code, 1)
 	}
 	return code
+}
+
+// Clean removes the helper programs that were built; for programs without Main.
+func Clean() error {
+	mu.Lock()
+	defer mu.Unlock()
+	return clean()
+}
+
+// clean is Clean for who holds mu.
+func clean() error {
+	err := os.RemoveAll(helpers)
+	helpers = ""
+	return err
 }
 
 // Shared is the environment that the tests of a package share.
