@@ -158,7 +158,7 @@ func Open(ctx context.Context, config Config) (*Agent, error) {
 	a.inventory = newInventory()
 	a.prepared = &preparedVolumes{sources: config.Sources, journal: j, log: config.Log, stopping: stopping,
 		bucket: rate.NewLimiter(rate.Limit(config.PrepareRate), config.PrepareBurst),
-		unused: a.reaper.wake, busy: map[string]*preparation{}, pins: map[string]int{}}
+		unused: a.reaper.wake, changed: a.inventory.changedKey, busy: map[string]*preparation{}, pins: map[string]int{}}
 	a.updater = &ContainerMountUpdater{journal: j, prepared: a.prepared, clock: config.Clock, log: config.Log,
 		changed: a.changed, unused: a.reaper.wake, nested: a.heldInside}
 	if a.metrics, err = newMetrics(a); err != nil {

@@ -30,8 +30,8 @@ type preparedVolumes struct {
 	log    *slog.Logger
 	// stopping ends when the agent stops.
 	stopping context.Context
-	// unused is told of a key that may have lost its last user.
-	unused func(key string)
+	// unused is told of a key that may have lost its last user, changed of one that was prepared or released.
+	unused, changed func(key string)
 
 	mu   sync.Mutex              // guards the fields below
 	busy map[string]*preparation // the operation under way, by key
@@ -41,6 +41,8 @@ type preparedVolumes struct {
 // preparation is an operation under way on one volume.
 type preparation struct {
 	done chan struct{} // closed at the end
+	// check: the volume is ready, and is only held against a request.
+	check bool
 	// fresh: the volume was not ready before, so that a failure is the answer for all who ask for the same.
 	fresh   bool
 	request volume.Request
@@ -112,8 +114,11 @@ func (p *preparedVolumes) pin(key string) (unpin func()) {
 		if p.pins[key]--; p.pins[key] == 0 {
 			delete(p.pins, key)
 		}
+		wanted := p.wanted(key)
 		p.mu.Unlock()
-		p.unused(key)
+		if !wanted {
+			p.unused(key)
+		}
 	}
 }
 
@@ -126,6 +131,7 @@ func (p *preparedVolumes) acquire(ctx context.Context, r volume.Request) (volume
 		if !other {
 			rec, ok := p.journal.Prepared(r.Key)
 			op = &preparation{done: make(chan struct{}), fresh: !ok || rec.Phase != journal.Ready, request: r}
+			op.check = !op.fresh
 			p.busy[r.Key] = op
 			go p.run(op, r.Key, func() (volume.Prepared, error) {
 				if !op.fresh {
@@ -161,6 +167,9 @@ func (p *preparedVolumes) run(op *preparation, key string, f func() (volume.Prep
 	delete(p.busy, key)
 	p.mu.Unlock()
 	close(op.done)
+	if !op.check {
+		p.changed(key)
+	}
 	// A release that failed is the reaper's own, which tries it again in its time.
 	if op.fresh {
 		p.unused(key)
@@ -210,7 +219,7 @@ func unavailableType(t v1alpha1.VolumeType) error {
 
 // wanted says whether a volume has users, or attaches under way.
 func (p *preparedVolumes) wanted(key string) bool {
-	return p.pins[key] > 0 || len(p.journal.Users(key)) > 0
+	return p.pins[key] > 0 || p.journal.Used(key)
 }
 
 // release undoes a preparation that nobody uses. It is true when nothing is left to do, be it that the volume is in

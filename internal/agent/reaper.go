@@ -43,7 +43,6 @@ func (r *reaper) wake(key string) {
 	case r.signal <- struct{}{}:
 	default:
 	}
-	r.a.inventory.changedKey(key)
 }
 
 // await waits until nothing is left to do for any of the keys, or the context ends.
@@ -110,7 +109,6 @@ func (r *reaper) look() {
 		if !done || !released {
 			continue
 		}
-		r.a.inventory.changedKey(key)
 		r.mu.Lock()
 		if r.keys[key] == asked {
 			delete(r.keys, key)

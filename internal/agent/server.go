@@ -25,6 +25,10 @@ type server struct {
 	*Agent
 }
 
+// Window is the size of the flow-control windows of an agent's connections, in bytes. It is fixed, as finding out a better
+// one costs every call pings and window updates, which together take longer than the call.
+const Window = 1 << 20
+
 // NewServer makes a gRPC server of an agent. Who may call it is decided by its listener: a socket's permissions, or TLS.
 func NewServer(a *Agent, options ...grpc.ServerOption) *grpc.Server {
 	options = append(options,
@@ -45,6 +49,7 @@ func NewServer(a *Agent, options ...grpc.ServerOption) *grpc.Server {
 			}
 			return fault.ToGRPC(a.guard(func() error { return next(srv, stream) }))
 		}))
+	options = append(options, grpc.StaticStreamWindowSize(Window), grpc.StaticConnWindowSize(Window))
 	s := grpc.NewServer(options...)
 	agentv1.RegisterAgentServiceServer(s, &server{Agent: a})
 	h := health.NewServer()

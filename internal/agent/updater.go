@@ -293,6 +293,7 @@ func (u *ContainerMountUpdater) place(ctx context.Context, sb *sandbox, record j
 		}
 		return failed(err)
 	}
+	record.Stages = timing.Results // with this last one
 	return record, nil
 }
 

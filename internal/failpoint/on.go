@@ -78,13 +78,21 @@ const pauseLook = 5 * time.Millisecond
 
 // pause makes a file, which tells the test that the point was reached, and returns when the test has removed it.
 func pause(file string) {
-	if err := os.WriteFile(file, nil, 0o600); err != nil {
-		panic(err)
-	}
-	for tick := time.NewTicker(pauseLook); ; <-tick.C {
-		if _, err := os.Stat(file); err != nil {
-			tick.Stop()
-			return
+	done := make(chan struct{})
+	// Not on the thread of the step, which may be in a sandbox's mount namespace: the file is not there.
+	go func() {
+		defer close(done)
+		if err := os.WriteFile(file, nil, 0o600); err != nil {
+			panic(err)
 		}
-	}
+		ticker := time.NewTicker(pauseLook)
+		defer ticker.Stop()
+		for {
+			if _, err := os.Stat(file); err != nil {
+				return
+			}
+			<-ticker.C
+		}
+	}()
+	<-done
 }

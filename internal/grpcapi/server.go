@@ -64,6 +64,9 @@ type Server struct {
 // (1.5 MiB, etcd's default), a chunk of an image or of stdin much less.
 const maxMessage = 4 << 20
 
+// window is the size of the flow-control windows, in bytes: fixed, for the reason that agent.Window has.
+const window = 1 << 20
+
 // New makes a server. Call Serve once.
 func New(options Options) (*Server, error) {
 	if options.Store == nil || options.Agents == nil || options.Authenticator == nil {
@@ -90,6 +93,8 @@ func New(options Options) (*Server, error) {
 	}
 	s.grpc = grpc.NewServer(append([]grpc.ServerOption{
 		grpc.MaxRecvMsgSize(maxMessage),
+		grpc.StaticStreamWindowSize(window),
+		grpc.StaticConnWindowSize(window),
 		grpc.ChainUnaryInterceptor(s.unary),
 		grpc.ChainStreamInterceptor(s.stream),
 	}, options.ServerOptions...)...)

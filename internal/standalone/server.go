@@ -162,6 +162,7 @@ func openNode(ctx context.Context, config Config, log *slog.Logger, registry pro
 	go func() { _ = n.server.Serve(listener) }() // ends with close, which is the only way it ends
 	// The agent is in this process: a connection that breaks comes back, and a call is worth waiting for it.
 	n.conn, err = grpc.NewClient("unix://"+config.agentSocket(), grpc.WithTransportCredentials(insecure.NewCredentials()),
+		grpc.WithStaticStreamWindowSize(agent.Window), grpc.WithStaticConnWindowSize(agent.Window),
 		grpc.WithDefaultCallOptions(grpc.WaitForReady(true)))
 	if err != nil {
 		n.close()

@@ -4,11 +4,13 @@ import (
 	"bytes"
 	"context"
 	"fmt"
+	"os"
 	"path"
 	"path/filepath"
 	"syscall"
 
 	containerd "github.com/containerd/containerd/v2/client"
+	"github.com/containerd/containerd/v2/contrib/seccomp"
 	"github.com/containerd/containerd/v2/pkg/cio"
 	"github.com/containerd/containerd/v2/pkg/namespaces"
 	"github.com/containerd/containerd/v2/pkg/oci"
@@ -44,14 +46,19 @@ func newBareContainerd(p *program, env *containerstest.Env) *bareContainerd {
 	return b
 }
 
-// create makes a container and starts it; remove takes it away again.
-func (b *bareContainerd) create() (remove func()) {
+// create makes a container and starts it; remove takes it away again. extra is added to the default specification, and
+// logs, if not nil, are where output goes.
+func (b *bareContainerd) create(logs cio.Creator, extra ...oci.SpecOpts) (remove func()) {
+	if logs == nil {
+		logs = cio.NullIO
+	}
 	b.made++
 	id := fmt.Sprint("bare", b.made)
 	container, err := b.client.NewContainer(b.ctx, id, containerd.WithNewSnapshot(id, b.image),
-		containerd.WithNewSpec(oci.WithImageConfig(b.image), oci.WithProcessArgs("sleep", "3600"), oci.WithCgroup(path.Join(b.cgroup, id))))
+		containerd.WithNewSpec(append([]oci.SpecOpts{
+			oci.WithImageConfig(b.image), oci.WithProcessArgs("sleep", "3600"), oci.WithCgroup(path.Join(b.cgroup, id))}, extra...)...))
 	b.p.must(err)
-	task, err := container.NewTask(b.ctx, cio.NullIO)
+	task, err := container.NewTask(b.ctx, logs)
 	b.p.must(err)
 	ended, err := task.Wait(b.ctx)
 	b.p.must(err)
@@ -74,14 +81,24 @@ func benchCreate(p *program, r *report, s sizes) {
 	m := machine.New(p, false)
 	api := &apiClient{program: p, m: m}
 
-	var bareTimes, agentTimes, apiTimes samples
+	// What a sandbox has and a bare container has not, where that costs anything: a system call filter, and its output in
+	// rotated files.
+	logDir := filepath.Join(n.Env.Dir, "bare-logs")
+	p.must(os.Mkdir(logDir, 0o700))
+	logs := cio.BinaryIO(n.Env.LoggerPath, map[string]string{"dir": logDir, "size": "1048576", "files": "2"})
+
+	var bareTimes, filteredTimes, loggedTimes, agentTimes, apiTimes samples
 	// The first round, which warms up, is not counted. Each is removed before the next is made: all have the machine alone.
 	for i := range s.creates + 1 {
 		if i == 1 {
-			bareTimes, agentTimes, apiTimes = nil, nil, nil
+			bareTimes, filteredTimes, loggedTimes, agentTimes, apiTimes = nil, nil, nil, nil, nil
 		}
 		var remove func()
-		bareTimes.add(func() { remove = bare.create() })
+		bareTimes.add(func() { remove = bare.create(nil) })
+		remove()
+		filteredTimes.add(func() { remove = bare.create(nil, seccomp.WithDefaultProfile()) })
+		remove()
+		loggedTimes.add(func() { remove = bare.create(logs, seccomp.WithDefaultProfile()) })
 		remove()
 
 		sb := n.Prepare(agenttest.Sandbox{Tenant: "t1"})
@@ -93,6 +110,8 @@ func benchCreate(p *program, r *report, s sizes) {
 		api.remove(name)
 	}
 	r.times("create and start: bare containerd", bareTimes, "", nil)
+	r.times("… with the default seccomp profile", filteredTimes, "bare containerd", bareTimes)
+	r.times("… and the log program", loggedTimes, "bare containerd", bareTimes)
 	r.times("create and start: agent, through its socket", agentTimes, "bare containerd", bareTimes)
 	r.times("create, until it runs: API of the server", apiTimes, "bare containerd", bareTimes)
 	judge := func(by string, t samples) {

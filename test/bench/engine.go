@@ -3,10 +3,12 @@ package main
 import (
 	"context"
 	"fmt"
+	"maps"
 	"net"
 	"os"
 	"path/filepath"
 	"runtime/pprof"
+	"slices"
 	"time"
 
 	"google.golang.org/grpc"
@@ -62,6 +64,7 @@ func benchEngine(p *program, r *report, s sizes) {
 	bare, err := enterRaw(sb.PID(p))
 	p.must(err)
 	timed := serveTimed(p, n)
+	stages := map[string]samples{}
 	var rawAttach, rawDetach, attach, detach samples
 	op := 0
 	command := func() *agentv1.Command {
@@ -93,10 +96,15 @@ func benchEngine(p *program, r *report, s sizes) {
 			rawDetach.add(func() { p.must(bare.detach("raw")) })
 		}
 		request.Command = command()
+		var answer *agentv1.AttachResponse
 		attach.add(func() {
-			_, err := timed.client.Attach(p.Context(), request)
+			var err error
+			answer, err = timed.client.Attach(p.Context(), request)
 			p.must(err)
 		})
+		for _, stage := range answer.GetRecord().GetStages() {
+			stages[stage.GetName()] = append(stages[stage.GetName()], stage.GetDuration().AsDuration())
+		}
 		detach.add(func() {
 			_, err := timed.client.Detach(p.Context(), &agentv1.DetachRequest{Command: command(), Target: "/data"})
 			p.must(err)
@@ -106,6 +114,9 @@ func benchEngine(p *program, r *report, s sizes) {
 	r.times("system calls alone: attach", rawAttach, "", nil)
 	r.times("system calls alone: detach", rawDetach, "", nil)
 	r.times("agent: attach of a prepared source, journal included", timed.attach, "system calls", rawAttach)
+	for _, name := range slices.Sorted(maps.Keys(stages)) {
+		r.times("… of which "+name, stages[name], "", nil)
+	}
 	r.times("agent: detach, journal included", timed.detach, "system calls", rawDetach)
 	r.times("agent through its socket: attach", attach, "system calls", rawAttach)
 	r.times("agent through its socket: detach", detach, "system calls", rawDetach)

@@ -19,7 +19,10 @@ func TestContainerdKilledAtEveryStepThatTouchesIt(t *testing.T) {
 }
 
 func TestProcessKilledAtEveryStepThatTouchesIt(t *testing.T) {
-	disturb(t, func(w *world, ctx context.Context) error { return killFirstProcess(ctx, w) }, func(g target) bool {
+	disturb(t, func(w *world, ctx context.Context) error {
+		w.processDies = true
+		return killFirstProcess(ctx, w)
+	}, func(g target) bool {
 		return g.scenario.also == nil && (strings.HasPrefix(g.point, "attach/") || strings.HasPrefix(g.point, "detach/") ||
 			strings.HasPrefix(g.point, "container/start/"))
 	})

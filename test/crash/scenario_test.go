@@ -195,6 +195,9 @@ var (
 	addDirectory = step{"add a directory at a place that is missing", add(more, "/a/b/c", "")}
 	addImage     = step{"add a new image", add((*world).image, "/image", "16Mi")}
 	addToFull    = step{"add to a directory that is not empty", func(ctx context.Context, w *world) error {
+		if err := await(ctx, func(ctx context.Context) error { return w.has(ctx, "/full/file") }); err != nil {
+			return err
+		}
 		return expect(add(more, "/full", "")(ctx, w), "TARGET_NOT_EMPTY")
 	}}
 )
@@ -214,15 +217,28 @@ var (
 	}}
 	removeBusy = step{"remove a volume in use", func(ctx context.Context, w *world) error {
 		// It is in use once the process has gone there.
-		if err := await(ctx, func(ctx context.Context) error { return w.sitsIn(ctx, w.directory("busy")) }); err != nil {
+		if err := await(ctx, func(ctx context.Context) error { return w.sitsIn(ctx, w.directory("busy")) }); err != nil && !w.processDies {
 			return err
 		}
-		return expect(takeAway(ctx, w, "/busy", false), fault.Busy)
+		err := takeAway(ctx, w, "/busy", false, sandboxv1.RemoveSandVolumeResponse_DETACHED, sandboxv1.RemoveSandVolumeResponse_ABSENT)
+		if w.processDies && err == nil {
+			return nil
+		}
+		return expect(err, fault.Busy)
 	}}
 	removeBusyForced = step{"remove a volume in use by force", func(ctx context.Context, w *world) error {
 		return takeAway(ctx, w, "/busy", true, sandboxv1.RemoveSandVolumeResponse_LAZY, sandboxv1.RemoveSandVolumeResponse_ABSENT)
 	}}
 )
+
+// has is nil when the victim has a file.
+func (w *world) has(ctx context.Context, file string) error {
+	c, err := w.task(ctx, victim)
+	if err == nil {
+		_, err = os.Stat(fmt.Sprintf("/proc/%d/root%s", c.PID, file))
+	}
+	return err
+}
 
 // sitsIn is nil when a process of the victim has its working directory in a volume: not below it, where the first
 // process was before the volume came.

@@ -33,6 +33,8 @@ type world struct {
 	plain map[string]bool
 	// before are the facts of the machine with nothing on it.
 	before []string
+	// processDies: somebody kills the sandbox's process, so that a volume may not be in use any more.
+	processDies bool
 	// images counts the image-backed volumes that were made: each is a new one.
 	images int
 }

@@ -43,6 +43,13 @@ func (j *Journal) Users(key string) []Volume {
 	return sorted(j.users[key])
 }
 
+// Used says whether a prepared volume has users.
+func (j *Journal) Used(key string) bool {
+	j.mu.RLock()
+	defer j.mu.RUnlock()
+	return len(j.users[key]) > 0
+}
+
 func sorted(m map[string]Volume) []Volume {
 	return slices.SortedFunc(maps.Values(m), func(a, b Volume) int {
 		if c := strings.Compare(a.Target, b.Target); c != 0 {
