@@ -142,24 +142,32 @@ func (a *Agent) ended(ctx context.Context, sb *sandbox) error {
 	return nil
 }
 
-// recordExit writes down how the task ended, once, and that its volumes wait for the next one. The caller holds the life
-// lock alone and has seen that the task is over.
+// recordExit writes down how the task ended, once, and that its volumes wait for the next one: also those of a task that
+// was made since and died before it was started. The caller holds the life lock alone and has seen that the task is
+// over.
 func (a *Agent) recordExit(sb *sandbox, c containers.Container) error {
-	if record, _ := a.journal.Sandbox(sb.uid); record.ExitCode != nil {
-		return nil
-	}
 	var lazy []journal.Volume
 	change := journal.Change{}
 	for _, v := range a.journal.Volumes(sb.uid) {
-		if v.Phase == journal.Lazy {
+		switch v.Phase {
+		case journal.Waiting:
+		case journal.Lazy:
 			lazy = append(lazy, v)
-			continue
+		default:
+			v.Phase, v.Mount, v.Attached = journal.Waiting, mount.Identity{}, ""
+			change.PutVolumes = append(change.PutVolumes, v)
 		}
-		v.Phase, v.Mount, v.Attached = journal.Waiting, mount.Identity{}, ""
-		change.PutVolumes = append(change.PutVolumes, v)
 	}
-	if err := a.updater.forget(lazy...); err != nil {
-		return err
+	if len(lazy) > 0 {
+		if err := a.updater.forget(lazy...); err != nil {
+			return err
+		}
+	}
+	if record, _ := a.journal.Sandbox(sb.uid); record.ExitCode != nil {
+		if len(change.PutVolumes) == 0 {
+			return nil
+		}
+		return a.journal.Write(change)
 	}
 	return a.updateSandbox(sb.uid, change, func(s *journal.Sandbox) {
 		code, reason, at := int32(-1), "Unknown", a.config.Clock.Now()

@@ -7,37 +7,49 @@ import (
 	"errors"
 	"fmt"
 	"os"
+	"slices"
 	"strings"
 	"testing"
 	"time"
 )
 
 func TestContainerdKilledAtEveryStepThatTouchesIt(t *testing.T) {
-	disturb(t, func(w *world, ctx context.Context) error { return w.containerd.Kill(ctx) }, func(g target) bool {
-		return strings.HasPrefix(g.point, "container/") || strings.HasPrefix(g.point, "sandbox/")
+	disturb(t, disturbance{
+		operations: []string{"container", "sandbox"},
+		do:         func(ctx context.Context, w *world) error { return w.containerd.Kill(ctx) },
 	})
 }
 
 func TestProcessKilledAtEveryStepThatTouchesIt(t *testing.T) {
-	disturb(t, func(w *world, ctx context.Context) error {
-		w.processDies = true
-		return killFirstProcess(ctx, w)
-	}, func(g target) bool {
-		return g.scenario.also == nil && (strings.HasPrefix(g.point, "attach/") || strings.HasPrefix(g.point, "detach/") ||
-			strings.HasPrefix(g.point, "container/start/"))
+	disturb(t, disturbance{
+		operations:  []string{"attach", "detach", "container/start"},
+		do:          killFirstProcess,
+		processDies: true,
 	})
 }
 
-// disturb stops the server at every point that is chosen, does something to what it works with, and lets it go on.
-func disturb(t *testing.T, do func(*world, context.Context) error, chosen func(target) bool) {
+// disturbance is what happens to the server's surroundings while it stands at a point of certain operations.
+type disturbance struct {
+	operations  []string
+	do          func(ctx context.Context, w *world) error
+	processDies bool
+}
+
+func (d disturbance) touches(g target) bool {
+	return g.scenario.also == nil && slices.ContainsFunc(d.operations, func(o string) bool { return strings.HasPrefix(g.point, o+"/") })
+}
+
+// disturb stops the server at every point, has something happen, and lets it go on.
+func disturb(t *testing.T, d disturbance) {
 	w := newWorld(t)
 	for _, g := range targets(w.Failpoints(t)) {
-		if !chosen(g) || g.scenario.also != nil {
+		if !d.touches(g) {
 			continue
 		}
 		w = eachOn(t, w, g.String(), func(t *testing.T) {
+			w.processDies = d.processDies
 			w.restart(t, g.arm(w, "pause("+w.pauseFile()+")"))
-			reached := w.atPause(t, func() error { return do(w, t.Context()) })
+			reached := w.atPause(t, func() error { return d.do(t.Context(), w) })
 			w.insist(t, g.scenario.steps)
 			if err := reached(); err != nil {
 				t.Fatalf("%s: %v", g.point, err)

@@ -204,12 +204,16 @@ func (f *fleet) chaos(t *testing.T) {
 	}()
 	random := rand.New(rand.NewPCG(seed, fleetClients))
 	killed, restarts := map[int]int{}, 0
+	dead := map[int]int{} // the PID that was killed last, by sandbox
 	count := 0
 	for range done {
 		count++
 		if count%killEvery == 0 {
-			if i := random.IntN(fleetSize); killed[i] < kills && f.kill(t, i) {
-				killed[i]++
+			if i := random.IntN(fleetSize); killed[i] < kills {
+				if pid := f.kill(t, i); pid != 0 {
+					killed[i]++
+					dead[i] = pid
+				}
 			}
 		}
 		if count%restartEvery == 0 {
@@ -221,14 +225,15 @@ func (f *fleet) chaos(t *testing.T) {
 	if len(killed) == 0 || restarts == 0 {
 		t.Error("there was no chaos")
 	}
-	agenttest.Eventually(t, "every sandbox runs", func() bool {
-		for _, s := range f.Inventory(t).GetSandboxes() {
-			if s.GetPhase() != "Running" {
-				return false
-			}
-		}
-		return true
-	})
+	// A process is started when its volumes are attached. That the agent says so is not enough: it may not know yet that
+	// the last one was killed.
+	for i, sb := range f.sandboxes {
+		agenttest.Eventually(t, "every sandbox runs", func() bool {
+			c, err := f.runtime.Get(t.Context(), sb.UID)
+			must(t, err)
+			return c.State == containers.Running && c.PID != dead[i]
+		})
+	}
 	attached := 0
 	for i := range f.sandboxes {
 		attached += f.check(t, i, slices.Collect(maps.Keys(base)))
@@ -275,8 +280,8 @@ func (f *fleet) operation(ctx context.Context, random *rand.Rand) error {
 	}
 }
 
-// kill kills the process of a sandbox that runs.
-func (f *fleet) kill(t *testing.T, i int) bool {
+// kill kills the process of a sandbox that runs, and returns its PID; 0 when there was none.
+func (f *fleet) kill(t *testing.T, i int) int {
 	t.Helper()
 	pid := func() int {
 		c, err := f.runtime.Get(t.Context(), f.sandboxes[i].UID)
@@ -288,16 +293,19 @@ func (f *fleet) kill(t *testing.T, i int) bool {
 	}
 	before := pid()
 	if before == 0 {
-		return false
+		return 0
 	}
 	fd, err := unix.PidfdOpen(before, 0)
 	if errors.Is(err, unix.ESRCH) {
-		return false
+		return 0
 	}
 	must(t, err)
 	defer unix.Close(fd)
 	// Still the same: so the descriptor is of this process and no other.
-	return pid() == before && unix.PidfdSendSignal(fd, unix.SIGKILL, nil, 0) == nil
+	if pid() != before || unix.PidfdSendSignal(fd, unix.SIGKILL, nil, 0) != nil {
+		return 0
+	}
+	return before
 }
 
 // check holds what the kernel has of a sandbox against what it should have, and counts its volumes.
