@@ -102,7 +102,6 @@ func (c Config) withDefaults() (Config, error) {
 	if c.Log == nil {
 		c.Log = slog.New(slog.DiscardHandler)
 	}
-	c.Log = c.Log.With("component", "agent")
 	if c.Registerer == nil {
 		c.Registerer = prometheus.NewRegistry()
 	}

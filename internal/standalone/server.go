@@ -68,12 +68,13 @@ func Run(ctx context.Context, config Config, reload Reload, ready func(address s
 	if err != nil {
 		return err
 	}
-	sched, err := scheduler.New(scheduler.Config{Store: database, Agents: node, Epoch: epoch, LeaseUID: leaseUID, Logger: log, Registerer: registry})
+	sched, err := scheduler.New(scheduler.Config{Store: database, Agents: node, Epoch: epoch, LeaseUID: leaseUID,
+		Logger: log.With("component", "scheduler"), Registerer: registry})
 	if err != nil {
 		return err
 	}
 	api, err := grpcapi.New(grpcapi.Options{Store: database, Agents: node, Authenticator: grpcapi.SocketPermissions{},
-		Available: node.available, Logger: log})
+		Available: node.available, Logger: log.With("component", "api")})
 	if err != nil {
 		return err
 	}
@@ -147,7 +148,7 @@ func openNode(ctx context.Context, config Config, log *slog.Logger, registry pro
 		Node: config.Node, RunDir: config.journal(), Containers: n.runtime, Sources: n.sources,
 		DeniedTargets: config.Volumes.DeniedTargets, BestEffortLimits: config.Volumes.BestEffortLimits,
 		PrepareRate: config.Volumes.PrepareRate, PrepareBurst: config.Volumes.PrepareBurst,
-		Log: log, Registerer: registry,
+		Log: log.With("component", "agent"), Registerer: registry,
 	})
 	if err != nil {
 		n.close()

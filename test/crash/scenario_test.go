@@ -216,11 +216,9 @@ var (
 		return takeAway(ctx, w, "/a/b/c", false, sandboxv1.RemoveSandVolumeResponse_DETACHED, sandboxv1.RemoveSandVolumeResponse_ABSENT)
 	}}
 	removeBusy = step{"remove a volume in use", func(ctx context.Context, w *world) error {
-		if !w.processDies {
-			// It is in use once the process has gone there.
-			if err := await(ctx, func(ctx context.Context) error { return w.sitsIn(ctx, w.directory("busy")) }); err != nil {
-				return err
-			}
+		// It is in use once the process has gone there.
+		if err := await(ctx, func(ctx context.Context) error { return w.sitsIn(ctx, w.directory("busy"), "/busy") }); err != nil {
+			return err
 		}
 		err := takeAway(ctx, w, "/busy", false, sandboxv1.RemoveSandVolumeResponse_DETACHED, sandboxv1.RemoveSandVolumeResponse_ABSENT)
 		if w.processDies && err == nil {
@@ -242,9 +240,9 @@ func (w *world) has(ctx context.Context, file string) error {
 	return err
 }
 
-// sitsIn is nil when a process of the victim has its working directory in a volume: not below it, where the first
-// process was before the volume came.
-func (w *world) sitsIn(ctx context.Context, source string) error {
+// sitsIn is nil when a process of the victim has its working directory in a volume (not below it, where the first
+// process was before the volume came), or when the volume is not there.
+func (w *world) sitsIn(ctx context.Context, source, target string) error {
 	c, err := w.task(ctx, victim)
 	if err != nil {
 		return err
@@ -258,7 +256,11 @@ func (w *world) sitsIn(ctx context.Context, source string) error {
 			return nil
 		}
 	}
-	return fmt.Errorf("no process sits in %s", source)
+	volumes, alive, err := w.volumesIn(c.PID)
+	if err != nil || !alive || slices.ContainsFunc(volumes, func(p place) bool { return p.target == target }) {
+		return errors.Join(fmt.Errorf("no process sits in %s", source), err)
+	}
+	return nil
 }
 
 // killProcess kills the sandbox's first process, and waits until there is another one with the same volumes.
