@@ -2,6 +2,10 @@ package containers
 
 import (
 	"context"
+	"fmt"
+	"os"
+	"strconv"
+	"strings"
 	"time"
 
 	tasksapi "github.com/containerd/containerd/api/services/tasks/v1"
@@ -102,19 +106,20 @@ func (r *Runtime) Stop(ctx context.Context, uid string, grace time.Duration) (Ex
 		grace = 0
 		fallthrough
 	case Running:
-		if err := r.end(ctx, uid, grace); err != nil {
+		if err := r.end(ctx, uid, int(process.Pid), grace); err != nil {
 			return Exit{}, errorf(err, "stop sandbox %s", uid)
 		}
 	}
 	return r.recordEnd(ctx, uid, StepStopRecord)
 }
 
-// end ends the task, and returns when it has ended.
-func (r *Runtime) end(ctx context.Context, uid string, grace time.Duration) error {
+// end ends the task, whose first process is pid, and returns when it has ended.
+func (r *Runtime) end(ctx context.Context, uid string, pid int, grace time.Duration) error {
 	waitCtx, cancel := context.WithCancel(ctx)
 	defer cancel()
 	ended := r.waitEnd(waitCtx, uid)
 	if grace > 0 {
+		awaitCatching(ctx, pid, unix.SIGTERM)
 		if err := r.step(StepStopTerm, func() error { return r.kill(ctx, uid, unix.SIGTERM) }); err != nil {
 			return err
 		}
@@ -128,6 +133,39 @@ func (r *Runtime) end(ctx context.Context, uid string, grace time.Duration) erro
 		return err
 	}
 	return <-ended
+}
+
+// catchPatience bounds the wait for the sandbox's PID 1 to be ready for signals, which takes it milliseconds.
+const (
+	catchPatience = time.Second
+	catchInterval = 2 * time.Millisecond
+)
+
+// awaitCatching waits until a sandbox's PID 1 catches a signal. To one that has just been started and does not yet, the
+// kernel sends none (pid_namespaces(7)): it would be lost, and the whole grace be waited for.
+func awaitCatching(ctx context.Context, pid int, signal unix.Signal) {
+	ctx, cancel := context.WithTimeout(ctx, catchPatience)
+	defer cancel()
+	for {
+		status, err := os.ReadFile(fmt.Sprintf("/proc/%d/status", pid))
+		if err != nil || catches(string(status), signal) {
+			return // it does, or is gone
+		}
+		select {
+		case <-time.After(catchInterval):
+		case <-ctx.Done():
+			return
+		}
+	}
+}
+
+// catches reads the signals that a process catches off its /proc/PID/status (proc(5)). runc's own process, which becomes
+// PID 1, does not count.
+func catches(status string, signal unix.Signal) bool {
+	_, mask, _ := strings.Cut(status, "\nSigCgt:\t")
+	mask, _, _ = strings.Cut(mask, "\n")
+	caught, err := strconv.ParseUint(mask, 16, 64)
+	return err == nil && caught&(1<<(signal-1)) != 0 && !strings.HasPrefix(status, "Name:\trunc")
 }
 
 // kill sends a signal to the sandbox's PID 1, SIGKILL to all its processes. Nobody to receive it is no error.

@@ -149,11 +149,15 @@ var createAndDelete = step{"delete while it is created", func(ctx context.Contex
 	if err != nil && reason(err) != fault.SandboxExists {
 		return err
 	}
-	if err := w.awaitPauseOr(ctx, func() bool { return w.isPhase(ctx, "Pending") != nil }); err != nil {
+	if err := w.awaitPauseOr(ctx, func() bool {
+		sb, err := w.Sandboxes.GetSandbox(ctx, &sandboxv1.GetSandboxRequest{Sandbox: ref(victim)})
+		return err != nil || sb.GetStatus().GetPhase() == "Running" || sb.GetStatus().GetPhase() == "Terminating"
+	}); err != nil {
 		return err
 	}
 	defer os.Remove(w.pauseFile())
-	if _, err := w.Sandboxes.DeleteSandbox(ctx, &sandboxv1.DeleteSandboxRequest{Sandbox: ref(victim)}); err != nil {
+	_, err = w.Sandboxes.DeleteSandbox(ctx, &sandboxv1.DeleteSandboxRequest{Sandbox: ref(victim)})
+	if err != nil && reason(err) != fault.SandboxNotFound {
 		return err
 	}
 	// The command to create it has been called off once the agent has that to delete it, and refuses all others.
