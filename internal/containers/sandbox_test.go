@@ -285,6 +285,18 @@ func TestStopKillsWhatIgnoresTerm(t *testing.T) {
 	}
 }
 
+func TestStopRightAfterTheStartIsHeard(t *testing.T) {
+	r := open(t)
+	for range 5 {
+		spec := newSpec(t, r, "sleep 1000")
+		run(t, r, spec)
+		exit, err := r.Stop(t.Context(), spec.UID, 5*time.Second)
+		if err != nil || exit.Code == 137 {
+			t.Errorf("Stop: %+v, %v: it was killed, as it had not heard SIGTERM", exit, err)
+		}
+	}
+}
+
 func TestStopOfACreatedSandbox(t *testing.T) {
 	r := open(t)
 	spec := newSpec(t, r, "echo begun")

@@ -7,8 +7,10 @@ import (
 	"math/rand/v2"
 	"os"
 	"strconv"
+	"strings"
 	"testing"
 
+	"github.com/flux-sandbox/flux-sandbox/internal/failpoint"
 	"github.com/flux-sandbox/flux-sandbox/internal/testenv"
 	"github.com/flux-sandbox/flux-sandbox/test/machine"
 )
@@ -38,7 +40,8 @@ func TestServerKilledAtRandom(t *testing.T) {
 		for random.IntN(2) == 0 && len(env) < 3 {
 			env = append(env, arm())
 		}
-		w = eachOn(t, w, fmt.Sprintf("%d: %v in: %s", round, env, s.name), func(t *testing.T) {
+		names := strings.ReplaceAll(strings.Join(env, " "), failpoint.Env+"=", "")
+		w = eachOn(t, w, fmt.Sprintf("%d: %s in: %s", round, names, s.name), func(t *testing.T) {
 			w.Kill(t)
 			rest := s.steps
 			for _, e := range env {
