@@ -160,7 +160,8 @@ var createAndDelete = step{"delete while it is created", func(ctx context.Contex
 	if err != nil && reason(err) != fault.SandboxNotFound {
 		return err
 	}
-	// The command to create it has been called off once the agent has that to delete it, and refuses all others.
+	// The command to create it has been called off once the agent has that to delete it, and refuses all others. Until
+	// then a detach waits for the creation, which stands still.
 	return await(ctx, func(ctx context.Context) error {
 		sb, err := w.Sandboxes.GetSandbox(ctx, &sandboxv1.GetSandboxRequest{Sandbox: ref(victim)})
 		if reason(err) == fault.SandboxNotFound {
@@ -169,6 +170,8 @@ var createAndDelete = step{"delete while it is created", func(ctx context.Contex
 		if err != nil {
 			return err
 		}
+		ctx, cancel := context.WithTimeout(ctx, 50*time.Millisecond)
+		defer cancel()
 		_, err = w.agent.Detach(ctx, &agentv1.DetachRequest{Command: &agentv1.Command{SandboxUid: sb.GetUid(), OperationId: "look"}, Target: "/none"})
 		return expect(err, fault.SandboxTerminating)
 	})
