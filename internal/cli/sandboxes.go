@@ -32,7 +32,7 @@ force-mount. -v adds a static volume, which stays as long as the sandbox.`,
 		Example: `  fluxctl run --name a --image busybox -- sleep infinity
   fluxctl run --image python --tenant acme --cpu 500m --memory 256Mi \
       --volume source=/srv/flux/acme/work,target=/work,size=1Gi \
-      -v /srv/flux/shared/models:/models:ro -- python3 /work/main.py`,
+      -v /srv/flux/shared/models:/models:ro -- python3 /job/main.py`,
 		Args: func(cmd *cobra.Command, args []string) error {
 			if dash := cmd.ArgsLenAtDash(); dash > 0 || dash < 0 && len(args) > 0 {
 				return usagef("%q: the command to run comes after --", args[0])
