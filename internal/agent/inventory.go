@@ -30,7 +30,6 @@ type follower struct {
 	signal    chan struct{}
 	sandboxes map[string]struct{}
 	keys      map[string]struct{}
-	heartbeat bool
 }
 
 func newInventory() *inventory { return &inventory{followers: map[*follower]struct{}{}} }
@@ -53,7 +52,8 @@ func (i *inventory) changed(uid string) {
 
 func (i *inventory) changedKey(key string) { i.mark(func(f *follower) { f.keys[key] = struct{}{} }) }
 
-func (i *inventory) beat() { i.mark(func(f *follower) { f.heartbeat = true }) }
+// beat has every follower sent a message, if only an empty one.
+func (i *inventory) beat() { i.mark(func(*follower) {}) }
 
 func (i *inventory) mark(note func(*follower)) {
 	i.mu.Lock()
@@ -75,12 +75,11 @@ func (i *inventory) take(f *follower) (uids, keys []string, revision int64) {
 	uids, keys = slices.Sorted(maps.Keys(f.sandboxes)), slices.Sorted(maps.Keys(f.keys))
 	clear(f.sandboxes)
 	clear(f.keys)
-	f.heartbeat = false
 	return uids, keys, i.revision
 }
 
 // capabilities are what this build's agent can do, for a controller of another version.
-var capabilities = []string{"dynamic-volumes"}
+var capabilities = []string{agentv1.CapabilityDynamicVolumes}
 
 // update is an inventory message about some sandboxes and volumes, or about all.
 func (a *Agent) update(uids, keys []string, revision int64, full bool) *agentv1.InventoryUpdate {

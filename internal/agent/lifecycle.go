@@ -140,11 +140,6 @@ func (a *Agent) start(ctx context.Context, sb *sandbox, fence func() error) erro
 		return err
 	}
 	defer a.changed(sb.uid)
-	return a.startCreated(ctx, sb)
-}
-
-// startCreated starts the created task. The caller holds the life lock alone.
-func (a *Agent) startCreated(ctx context.Context, sb *sandbox) error {
 	c, ok := sb.seen()
 	if !ok {
 		return sb.notRunning()

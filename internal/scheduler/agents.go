@@ -9,7 +9,7 @@ import (
 
 // CapabilityDynamicVolumes is the capability, in an agent's inventory, of attaching volumes to running
 // sandboxes. While an agent of a sub-group lacks it, dynamic volumes are off there (design, ruling 13).
-const CapabilityDynamicVolumes = "dynamic-volumes"
+const CapabilityDynamicVolumes = agentv1.CapabilityDynamicVolumes
 
 // Capacity bounds what a node may hold. A field that is zero is no bound.
 type Capacity struct {

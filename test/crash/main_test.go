@@ -15,14 +15,7 @@ import (
 // patience bounds each wait for something that goes on by itself.
 const patience = 30 * time.Second
 
-func TestMain(m *testing.M) {
-	code := m.Run()
-	if err := machine.Clean(); err != nil {
-		fmt.Fprintln(os.Stderr, err)
-		code = 1
-	}
-	os.Exit(code)
-}
+func TestMain(m *testing.M) { os.Exit(machine.Main(m)) }
 
 func must(tb testing.TB, err error) {
 	tb.Helper()

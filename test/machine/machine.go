@@ -255,7 +255,7 @@ var (
 	built   = map[bool]string{} // folder of the programs, by failpoints
 )
 
-// Build builds the programs once in the test process and returns their folder; Clean removes it.
+// Build builds the programs once in the test process and returns their folder; Main or Clean removes it.
 func Build(tb testing.TB, failpoints bool) string {
 	tb.Helper()
 	buildMu.Lock()
@@ -284,7 +284,17 @@ func Build(tb testing.TB, failpoints bool) string {
 	return dir
 }
 
-// Clean removes the built programs; call it from TestMain.
+// Main is a TestMain: it runs the tests, removes the built programs, and returns the exit code.
+func Main(m *testing.M) int {
+	code := m.Run()
+	if err := Clean(); err != nil {
+		fmt.Fprintln(os.Stderr, err)
+		code = 1
+	}
+	return code
+}
+
+// Clean removes the built programs; for programs without Main.
 func Clean() error {
 	buildMu.Lock()
 	defer buildMu.Unlock()

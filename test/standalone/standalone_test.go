@@ -3,7 +3,6 @@
 package standalone
 
 import (
-	"fmt"
 	"os"
 	"path/filepath"
 	"testing"
@@ -12,14 +11,7 @@ import (
 	"github.com/flux-sandbox/flux-sandbox/test/machine"
 )
 
-func TestMain(m *testing.M) {
-	code := m.Run()
-	if err := machine.Clean(); err != nil {
-		fmt.Fprintln(os.Stderr, err)
-		code = 1
-	}
-	os.Exit(code)
-}
+func TestMain(m *testing.M) { os.Exit(machine.Main(m)) }
 
 func must(tb testing.TB, err error) {
 	tb.Helper()
