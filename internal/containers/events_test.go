@@ -3,6 +3,8 @@ package containers_test
 import (
 	"context"
 	"testing"
+
+	"github.com/containerd/errdefs"
 	"time"
 
 	"github.com/flux-sandbox/flux-sandbox/internal/containers"
@@ -61,13 +63,26 @@ func TestContainerdCrash(t *testing.T) {
 		code int
 		err  error
 	}
-	done := make(chan result, 1)
+	done := make(chan result)
 	go func() {
 		code, err := r.Exec(t.Context(), running.UID, containers.ExecSpec{Command: []string{"sh", "-c", "echo begun; read line; exit 9"}},
 			containers.ExecIO{Stdin: reader, Stdout: writer})
 		done <- result{code, err}
 	}()
 	<-writer.written
+	<-reader.reading // it is started: its input is being copied
+	// More of them are at any stage of their start when containerd is killed.
+	const more = 8
+	begun := make(chan result)
+	late, _ := newGate()
+	late.open()
+	for range more {
+		go func() {
+			code, err := r.Exec(t.Context(), running.UID, containers.ExecSpec{Command: []string{"sh", "-c", "read line; exit 9"}},
+				containers.ExecIO{Stdin: late})
+			begun <- result{code, err}
+		}()
+	}
 
 	env.KillContainerd(t)
 	env.RestartContainerd(t)
@@ -79,6 +94,11 @@ func TestContainerdCrash(t *testing.T) {
 	reader.open()
 	if got := <-done; got.err != nil || got.code != 9 {
 		t.Errorf("the exec that ran meanwhile: exit code %d, %v", got.code, got.err)
+	}
+	for range more {
+		if got := <-begun; (got.err != nil || got.code != 9) && !errdefs.IsUnavailable(got.err) {
+			t.Errorf("an exec that was being started: exit code %d, %v", got.code, got.err)
+		}
 	}
 	if err := r.Start(t.Context(), created.UID); err != nil {
 		t.Errorf("start of what was created before: %v", err)
@@ -96,12 +116,16 @@ func TestContainerdCrash(t *testing.T) {
 	}
 }
 
-// gateReader blocks until it is opened, then answers one line.
-type gateReader struct{ gate chan struct{} }
+// gateReader blocks until it is opened, then answers lines. It tells of the first read.
+type gateReader struct{ gate, reading chan struct{} }
 
 func (g *gateReader) open() { close(g.gate) }
 
 func (g *gateReader) Read(p []byte) (int, error) {
+	select {
+	case g.reading <- struct{}{}:
+	default:
+	}
 	<-g.gate
 	return copy(p, "line\n"), nil
 }
@@ -118,5 +142,5 @@ func (g *gateWriter) Write(p []byte) (int, error) {
 }
 
 func newGate() (*gateReader, *gateWriter) {
-	return &gateReader{make(chan struct{})}, &gateWriter{make(chan struct{}, 1)}
+	return &gateReader{make(chan struct{}), make(chan struct{}, 1)}, &gateWriter{make(chan struct{}, 1)}
 }

@@ -12,6 +12,7 @@ import (
 	"time"
 
 	tasksapi "github.com/containerd/containerd/api/services/tasks/v1"
+	tasktypes "github.com/containerd/containerd/api/types/task"
 	"github.com/containerd/containerd/v2/pkg/cio"
 	"github.com/containerd/containerd/v2/pkg/oci"
 	"github.com/containerd/errdefs"
@@ -143,10 +144,10 @@ func (e *execution) run(ctx context.Context, request *tasksapi.ExecProcessReques
 		return 0, err
 	}
 	// Once begun, the start is not given up half-way: a command of unknown PID could not be killed.
-	startCtx, cancelStart := context.WithTimeout(context.WithoutCancel(ctx), cleanPatience)
+	startCtx, cancelStart := context.WithTimeout(context.WithoutCancel(ctx), cleanPatience+e.r.config.ConnectWait)
 	defer cancelStart()
-	if _, err := e.r.tasks().Exec(e.r.context(startCtx), request); err != nil {
-		return 0, e.startError(errgrpc.ToNative(err))
+	if err := e.create(startCtx, request); err != nil {
+		return 0, e.startError(err)
 	}
 	ctx, cancelWait := context.WithCancelCause(ctx)
 	defer cancelWait(nil)
@@ -155,9 +156,9 @@ func (e *execution) run(ctx context.Context, request *tasksapi.ExecProcessReques
 		e.pipes.Close()
 		<-output
 	}()
-	started, err := e.r.tasks().Start(e.r.context(startCtx), &tasksapi.StartRequest{ContainerID: e.uid, ExecID: e.id})
+	pid, err := e.start(startCtx)
 	if err != nil {
-		return 0, e.startError(errgrpc.ToNative(err))
+		return 0, e.startError(err)
 	}
 	if streams.Stdin != nil {
 		go e.copyInput(ioCtx, streams.Stdin)
@@ -165,7 +166,7 @@ func (e *execution) run(ctx context.Context, request *tasksapi.ExecProcessReques
 	code, err := e.wait(ctx)
 	if err != nil {
 		// Not with ctx, which may be why we are here.
-		e.kill(int(started.Pid))
+		e.kill(pid)
 		return 0, err
 	}
 	select {
@@ -174,6 +175,52 @@ func (e *execution) run(ctx context.Context, request *tasksapi.ExecProcessReques
 	case <-ctx.Done():
 	}
 	return code, nil
+}
+
+// create makes the process. It outlasts a restart of containerd, after which a process of that id is the one that the
+// lost request made.
+func (e *execution) create(ctx context.Context, request *tasksapi.ExecProcessRequest) error {
+	again := false
+	for {
+		_, err := e.r.tasks().Exec(e.r.context(ctx), request)
+		err = errgrpc.ToNative(err)
+		switch {
+		case again && errdefs.IsAlreadyExists(err):
+			return nil
+		case !errdefs.IsUnavailable(err):
+			return err
+		}
+		if lost := e.r.awaitReconnect(ctx); lost != nil {
+			return err
+		}
+		again = true
+	}
+}
+
+// start starts the process and answers its PID. When containerd is lost meanwhile, the shim knows whether the process was
+// started. Where it was not, nothing is started again: runc may have run the command before it was cut off, and a shim
+// that is asked twice to start one process panics when that ends (seen with 1.6), which is the sandbox's end.
+func (e *execution) start(ctx context.Context) (pid int, err error) {
+	started, err := e.r.tasks().Start(e.r.context(ctx), &tasksapi.StartRequest{ContainerID: e.uid, ExecID: e.id})
+	if err = errgrpc.ToNative(err); err == nil {
+		return int(started.Pid), nil
+	}
+	for errdefs.IsUnavailable(err) {
+		if lost := e.r.awaitReconnect(ctx); lost != nil {
+			return 0, err
+		}
+		var found *tasksapi.GetResponse
+		found, err = e.r.tasks().Get(e.r.context(ctx), &tasksapi.GetRequest{ContainerID: e.uid, ExecID: e.id})
+		if err = errgrpc.ToNative(err); err != nil {
+			continue
+		}
+		if found.Process.Status == tasktypes.Status_CREATED {
+			return 0, fault.New(errdefs.ErrUnavailable, fault.AgentUnavailable,
+				"containerd was lost while the command was started: whether it ran is not known")
+		}
+		return int(found.Process.Pid), nil
+	}
+	return 0, err
 }
 
 // startError sorts out the runtime's refusals of a command that it cannot run: they are the caller's mistake.

@@ -151,6 +151,17 @@ func (r *Runtime) awaitContainerd(ctx context.Context) error {
 	}
 }
 
+// awaitReconnect is awaitContainerd for calls that are then made again at once: a shim that cannot be reached answers like
+// a lost containerd, and must not be asked without a pause.
+func (r *Runtime) awaitReconnect(ctx context.Context) error {
+	select {
+	case <-time.After(reconnectInterval):
+		return r.awaitContainerd(ctx)
+	case <-ctx.Done():
+		return context.Cause(ctx)
+	}
+}
+
 // waitReady waits until the connection is up.
 func waitReady(ctx context.Context, cc *grpc.ClientConn, wait time.Duration) error {
 	state := cc.GetState()
