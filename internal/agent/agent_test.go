@@ -1,14 +1,18 @@
 package agent_test
 
 import (
+	"context"
 	"os"
 	"path/filepath"
+	"strconv"
 	"strings"
 	"testing"
+	"time"
 
 	"github.com/containerd/errdefs"
 
 	agentv1 "github.com/flux-sandbox/flux-sandbox/api/proto/agent/v1"
+	"github.com/flux-sandbox/flux-sandbox/internal/agent"
 	"github.com/flux-sandbox/flux-sandbox/internal/agent/agenttest"
 	"github.com/flux-sandbox/flux-sandbox/internal/containers/containerstest"
 	"github.com/flux-sandbox/flux-sandbox/internal/fault"
@@ -264,6 +268,103 @@ func TestStaleCommandsAreRefused(t *testing.T) {
 	req.Command.Epoch = 0
 	_, err = n.Client.Attach(t.Context(), req)
 	wantFault(t, fault.FromGRPC(err), errdefs.ErrFailedPrecondition, "STALE_COMMAND")
+}
+
+// Whatever a command came to, nothing older follows it, whether the agent was restarted or not.
+func TestWhatWasSeenOutlivesTheAgent(t *testing.T) {
+	n := agenttest.New(t, nil)
+	sb := n.Run(t, agenttest.Sandbox{Tenant: "t1"})
+	data := agenttest.Volume{Source: n.Dir(t, "t1", "data")}
+	commands := []struct {
+		name string
+		do   func(target string) error
+	}{
+		{"attached", func(target string) error {
+			data.Target = target
+			_, err := sb.TryAttach(t.Context(), data)
+			return err
+		}},
+		{"attached already", func(target string) error {
+			data.Target = target
+			sb.Generation = 1
+			if _, err := sb.TryAttach(t.Context(), data); err != nil {
+				return err
+			}
+			sb.Generation = 7
+			r, err := sb.TryAttach(t.Context(), data)
+			if !r.GetAlreadyMounted() {
+				t.Error("it was not attached already")
+			}
+			return err
+		}},
+		{"failed", func(target string) error {
+			_, err := sb.TryAttach(t.Context(), agenttest.Volume{Source: filepath.Join(n.Data, "tenants/t1/missing"), Target: target})
+			wantFault(t, err, errdefs.ErrNotFound, "SOURCE_NOT_FOUND")
+			return nil
+		}},
+		{"nothing to detach", func(target string) error {
+			_, err := sb.TryDetach(t.Context(), target, false)
+			return err
+		}},
+		{"detached", func(target string) error {
+			data.Target = target
+			sb.Generation = 1
+			if _, err := sb.TryAttach(t.Context(), data); err != nil {
+				return err
+			}
+			sb.Generation = 7
+			_, err := sb.TryDetach(t.Context(), target, false)
+			return err
+		}},
+	}
+	target := func(i int) string { return "/t" + strconv.Itoa(i) }
+	for i, c := range commands {
+		sb.Generation = 7
+		if err := c.do(target(i)); err != nil {
+			t.Fatalf("%s: %v", c.name, err)
+		}
+	}
+	for _, restarted := range []bool{false, true} {
+		if restarted {
+			n.Restart(t)
+		}
+		sb.Generation = 6
+		for i, c := range commands {
+			_, err := sb.TryAttach(t.Context(), agenttest.Volume{Source: data.Source, Target: target(i), Hash: "older"})
+			if string(fault.ReasonOf(err)) != "STALE_COMMAND" {
+				t.Errorf("%s (restarted: %v): an older attach: %v", c.name, restarted, err)
+			}
+			if _, err := sb.TryDetach(t.Context(), target(i), false); string(fault.ReasonOf(err)) != "STALE_COMMAND" {
+				t.Errorf("%s (restarted: %v): an older detach: %v", c.name, restarted, err)
+			}
+		}
+	}
+	sb.Generation = 7 // not older
+	data.Target = target(0)
+	if r, err := sb.TryAttach(t.Context(), data); err != nil || !r.GetAlreadyMounted() {
+		t.Errorf("the same command again: %v, %v", r, err)
+	}
+}
+
+func TestPreparingIsBounded(t *testing.T) {
+	n := agenttest.New(t, func(c *agent.Config) { c.PrepareRate, c.PrepareBurst = 1e-9, 1 })
+	sb := n.Run(t, agenttest.Sandbox{Tenant: "t1"})
+	sb.Attach(t, agenttest.Volume{Source: n.Dir(t, "t1", "first"), Target: "/first"})
+	sb.Attach(t, agenttest.Volume{Source: n.Dir(t, "t1", "first"), Target: "/again"}) // it is ready and costs nothing
+	ctx, cancel := context.WithTimeout(t.Context(), 200*time.Millisecond)
+	defer cancel()
+	second := agenttest.Volume{Source: n.Dir(t, "t1", "second"), Target: "/second"}
+	if _, err := sb.TryAttach(ctx, second); err == nil || ctx.Err() == nil {
+		t.Fatalf("the second source did not wait for its turn: %v", err)
+	}
+	for _, p := range n.Inventory(t).GetPrepared() {
+		if len(p.GetUsers()) != 2 {
+			t.Errorf("prepared: %v", p)
+		}
+	}
+	// It waits by itself, and ends with the agent; the next one has a turn again.
+	n.Restart(t)
+	sb.Attach(t, second)
 }
 
 func TestAnotherTenantsDataIsRefused(t *testing.T) {

@@ -7,6 +7,7 @@ import (
 
 	"github.com/flux-sandbox/flux-sandbox/api/sandbox/v1alpha1"
 	"github.com/flux-sandbox/flux-sandbox/internal/agent/journal"
+	"github.com/flux-sandbox/flux-sandbox/internal/fault"
 	"github.com/flux-sandbox/flux-sandbox/internal/mount"
 )
 
@@ -24,15 +25,22 @@ type Detached struct {
 
 // Detach takes a volume out of a sandbox. With an entry hash, only the volume of that entry; no such volume is
 // success. A volume in use is left as it is, unless force is set. fence is as in Attachment.
-func (u *ContainerMountUpdater) Detach(ctx context.Context, sb *sandbox, target, entryHash string, force bool, fence func() error) (Detached, error) {
+func (u *ContainerMountUpdater) Detach(ctx context.Context, sb *sandbox, target, entryHash string, force bool, fence func() (*passage, error)) (Detached, error) {
 	unlock, err := sb.lockTarget(ctx, target)
 	if err != nil {
 		return Detached{}, err
 	}
 	defer unlock()
-	if err := fence(); err != nil {
+	passed, err := fence()
+	if err != nil {
 		return Detached{}, err
 	}
+	out, err := u.detachAt(ctx, sb, target, entryHash, force, passed)
+	return out, passed.answered(err)
+}
+
+// detachAt does the work of Detach. The caller holds the target's lock.
+func (u *ContainerMountUpdater) detachAt(ctx context.Context, sb *sandbox, target, entryHash string, force bool, passed *passage) (Detached, error) {
 	// Before the record is read: a restart of the sandbox mounts the volume anew.
 	release, err := sb.share(ctx)
 	if err != nil {
@@ -43,7 +51,7 @@ func (u *ContainerMountUpdater) Detach(ctx context.Context, sb *sandbox, target,
 	if !ok || (entryHash != "" && record.EntryHash != entryHash) {
 		return Detached{Outcome: mount.Absent, ReleasePending: u.lingers(sb.uid, target, entryHash)}, nil
 	}
-	result, err := u.detach(context.WithoutCancel(ctx), sb, record, force)
+	result, err := u.detach(context.WithoutCancel(ctx), sb, record, force, passed)
 	result.Record = record
 	u.changed(sb.uid)
 	return result, err
@@ -59,11 +67,11 @@ func (u *ContainerMountUpdater) lingers(uid, target, entryHash string) bool {
 	return false
 }
 
-// detach does the work of Detach. The caller holds the target's lock and the life lock.
-func (u *ContainerMountUpdater) detach(ctx context.Context, sb *sandbox, record journal.Volume, force bool) (Detached, error) {
+// detach detaches the volume of a record. The caller holds the target's lock and the life lock.
+func (u *ContainerMountUpdater) detach(ctx context.Context, sb *sandbox, record journal.Volume, force bool, passed *passage) (Detached, error) {
 	c, ok := sb.seen()
 	if !ok || !hasTask(c) || record.Mount.IsZero() {
-		return Detached{Outcome: mount.Detached}, u.forget(record) // it was never mounted, or its task is gone
+		return Detached{Outcome: mount.Detached}, u.forgetBy(passed.write, record) // it was never mounted, or its task is gone
 	}
 	ns, err := sb.enter()
 	if err != nil {
@@ -72,7 +80,7 @@ func (u *ContainerMountUpdater) detach(ctx context.Context, sb *sandbox, record 
 	timing := newStages(u.clock, detachFailpoints)
 	before := record
 	record.Phase = journal.Detaching
-	if err := timing.do(stepJournalDetaching, func() error { return u.put(record) }); err != nil {
+	if err := timing.do(stepJournalDetaching, func() error { return passed.write(putting(record)) }); err != nil {
 		return Detached{}, err
 	}
 	result, err := u.unmount(ctx, sb, ns, record, mount.DetachOptions{Force: force, Steps: timing.observe})
@@ -118,19 +126,17 @@ const helperDeadline = 30 * time.Second
 // unmount takes the mount of a record out of the namespace. A volume on a filesystem that may hang is unmounted by a
 // helper process, which can be abandoned.
 func (u *ContainerMountUpdater) unmount(ctx context.Context, sb *sandbox, ns *mount.Namespace, record journal.Volume, opts mount.DetachOptions) (mount.DetachResult, error) {
-	info, there, err := ns.Find(record.Mount)
-	if err == nil && there && mount.MayHang(info.FSType) {
-		ctx, cancel := context.WithTimeout(ctx, helperDeadline)
-		defer cancel()
-		// Seen from here the helper is the unmount.
-		var result mount.DetachResult
-		steps := opts.Steps
-		opts.Steps = nil
-		err := observed(steps, mount.StepUmount, func() (err error) {
-			result, err = mount.DetachInHelper(ctx, sb.init(), record.Target, record.Mount, opts)
-			return err
-		})
+	opts.NoHang = true
+	result, err := ns.Detach(ctx, record.Target, record.Mount, opts)
+	if fault.ReasonOf(err) != mount.ReasonMayHang {
 		return result, err
 	}
-	return ns.Detach(ctx, record.Target, record.Mount, opts)
+	ctx, cancel := context.WithTimeout(ctx, helperDeadline)
+	defer cancel()
+	// Seen from here the helper is the unmount.
+	err = observed(opts.Steps, mount.StepUmount, func() (err error) {
+		result, err = mount.DetachInHelper(ctx, sb.init(), record.Target, record.Mount, mount.DetachOptions{Force: opts.Force})
+		return err
+	})
+	return result, err
 }

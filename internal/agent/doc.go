@@ -23,4 +23,11 @@
 //  3. a prepared volume's state; 4. the journal's mutex.
 //
 // Nothing waits for a network or a file server while it holds a lock of another sandbox.
+//
+// # The way of an attach
+//
+// Of a volume that is ready it makes two records, each one write: the intent, with which also stands that the command
+// passed the fence, and the result. Sources that cannot hang (volume.Prompt) are mounted on the caller's goroutine; all
+// others on one that can be given up. The only hand-off is that to the thread in the sandbox's mount namespace. What is
+// for others, the inventory and the container object, other goroutines write.
 package agent

@@ -114,7 +114,7 @@ func (a *Agent) attachWaiting(ctx context.Context, sb *sandbox, ready readyVolum
 			}
 			record.Phase, record.Mount = journal.Waiting, mount.Identity{}
 		}
-		if _, err := a.updater.place(ctx, sb, record, r); err != nil {
+		if _, err := a.updater.place(ctx, sb, record, r, a.journal.Write); err != nil {
 			if !mayBeMounted(err) {
 				if putErr := a.updater.put(record); putErr != nil {
 					err = incomplete(err, putErr)
@@ -149,6 +149,16 @@ func (a *Agent) start(ctx context.Context, sb *sandbox, fence func() error) erro
 			return fault.New(errdefs.ErrFailedPrecondition, fault.OperationPending, "sandbox %s is not started before %s is attached: create it again", sb.uid, v.Target)
 		}
 	}
+	return a.startTask(ctx, sb, c, func(s *journal.Sandbox) {
+		if s.Desired != journal.DesiredRunning || s.StartedAt.IsZero() {
+			s.StartedAt = a.config.Clock.Now()
+		}
+	})
+}
+
+// startTask lets a task's process begin and records that it runs, with what update says besides. The caller holds the life
+// lock alone.
+func (a *Agent) startTask(ctx context.Context, sb *sandbox, c containers.Container, update func(*journal.Sandbox)) error {
 	if err := a.config.Containers.Start(ctx, sb.uid); err != nil {
 		return err
 	}
@@ -157,9 +167,7 @@ func (a *Agent) start(ctx context.Context, sb *sandbox, fence func() error) erro
 	sb.setTrouble(nil)
 	return step(sandboxFailpoints, stepJournalStarted, func() error {
 		return a.updateSandbox(sb.uid, journal.Change{}, func(s *journal.Sandbox) {
-			if s.Desired != journal.DesiredRunning || s.StartedAt.IsZero() {
-				s.StartedAt = a.config.Clock.Now()
-			}
+			update(s)
 			s.Desired, s.ExitCode, s.ExitReason, s.ExitedAt = journal.DesiredRunning, nil, "", time.Time{}
 		})
 	})

@@ -8,22 +8,25 @@ import (
 	"strings"
 )
 
-// nestedNamespaces are the mount namespaces, by inode number, of a sandbox's processes that are not its init's. The
-// default seccomp profile lets a sandbox make none; a shell that the operator opened in it may.
-func nestedNamespaces(init int, pids []int) (map[uint64]bool, error) {
-	own, err := mountNamespace(init)
-	if err != nil || own == 0 {
-		return nil, err
-	}
-	nested := map[uint64]bool{}
+// nestedNamespaces are the mount namespaces, by inode number, of a sandbox's processes that are not its init's, which is
+// own. The default seccomp profile lets a sandbox make none; a shell that the operator opened in it may.
+func nestedNamespaces(own uint64, init int, pids []int) (map[uint64]bool, error) {
+	var nested map[uint64]bool
 	for _, pid := range pids {
+		if pid == init {
+			continue
+		}
 		id, err := mountNamespace(pid)
 		if err != nil {
 			return nil, err
 		}
-		if id != 0 && id != own {
-			nested[id] = true
+		if id == 0 || id == own {
+			continue
 		}
+		if nested == nil {
+			nested = map[uint64]bool{}
+		}
+		nested[id] = true
 	}
 	return nested, nil
 }

@@ -96,6 +96,21 @@ func (p *preparedVolumes) tree(ctx context.Context, r volume.Request, prepared v
 	}
 }
 
+// prompt is the source of a request whose volume is ready, if there may be trees of it without waiting (volume.Prompt).
+// The caller holds a pin, or a record of the volume, so that it stays ready.
+func (p *preparedVolumes) prompt(r volume.Request) (volume.Prompt, bool) {
+	src, ok := p.sources[r.Type].(volume.Prompt)
+	if !ok {
+		return nil, false
+	}
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	rec, known := p.journal.Prepared(r.Key)
+	// What is under way may be a release that began before the caller's pin.
+	op := p.busy[r.Key]
+	return src, known && rec.Phase == journal.Ready && (op == nil || op.check)
+}
+
 // gaveUp is the error of who waits no longer for a source.
 func (p *preparedVolumes) gaveUp(ctx context.Context, r volume.Request, doing string) error {
 	if p.stopping.Err() != nil {

@@ -157,7 +157,11 @@ func (a *Agent) heldInside(sb *sandbox, m mount.Identity) (bool, error) {
 	if !ok || !hasTask(c) {
 		return false, nil
 	}
-	nested, err := nestedNamespaces(c.PID, a.config.Containers.Processes(sb.uid))
+	own, err := sb.namespaceID(c.PID)
+	if err != nil || own == 0 {
+		return false, err
+	}
+	nested, err := nestedNamespaces(own, c.PID, a.config.Containers.Processes(sb.uid))
 	if err != nil || len(nested) == 0 {
 		return false, err
 	}

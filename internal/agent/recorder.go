@@ -11,11 +11,16 @@ import (
 	"github.com/flux-sandbox/flux-sandbox/internal/agent/journal"
 )
 
-// recordTimeout bounds one update of a container object.
-const recordTimeout = 10 * time.Second
+const (
+	// recordTimeout bounds one update of a container object.
+	recordTimeout = 10 * time.Second
+	// recordDelay is how long the recorder waits for further changes: an update costs containerd a synced commit, and
+	// would delay whoever makes the next change.
+	recordDelay = 100 * time.Millisecond
+)
 
 // recorder writes the volumes of a sandbox on its container object in containerd, for whoever looks there. It does so
-// after the caller has its answer; several changes in a row are one write. Nothing is read back from it.
+// some time after the caller has its answer; several changes in a row are one write. Nothing is read back from it.
 type recorder struct {
 	a      *Agent
 	signal chan struct{}
@@ -54,6 +59,13 @@ func (r *recorder) run() {
 		select {
 		case <-r.signal:
 		case <-r.a.stopping.Done():
+			return
+		}
+		timer := r.a.config.Clock.NewTimer(recordDelay)
+		select {
+		case <-timer.C():
+		case <-r.a.stopping.Done():
+			timer.Stop()
 			return
 		}
 		r.mu.Lock()

@@ -195,14 +195,15 @@ func (a *Agent) recoverTasks(ctx context.Context) error {
 			continue
 		}
 		record, _ := a.journal.Sandbox(sb.uid)
+		wanted := record.Desired != journal.DesiredStopped && record.Desired != journal.DesiredGone
 		switch {
-		case c.State == containers.Running && record.Desired != journal.DesiredRunning && record.Desired != journal.DesiredStopped:
-			// Killed between the start and its record.
+		case c.State == containers.Running && wanted && (record.Desired != journal.DesiredRunning || record.ExitCode != nil):
+			// Killed between a start, or a restart after an exit that was recorded, and its record.
 			if err := a.updateSandbox(sb.uid, journal.Change{}, func(s *journal.Sandbox) {
-				s.Desired = journal.DesiredRunning
-				if s.StartedAt.IsZero() {
-					s.StartedAt = a.config.Clock.Now()
+				if s.Desired == journal.DesiredRunning {
+					s.Restarts++
 				}
+				s.Desired, s.StartedAt, s.ExitCode, s.ExitReason, s.ExitedAt = journal.DesiredRunning, a.config.Clock.Now(), nil, "", time.Time{}
 			}); err != nil {
 				return err
 			}

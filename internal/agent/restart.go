@@ -258,15 +258,9 @@ func (a *Agent) restartOnce(ctx context.Context, sb *sandbox) error {
 	if err := a.attachWaiting(ctx, sb, ready); err != nil {
 		return err
 	}
-	if err := a.config.Containers.Start(ctx, sb.uid); err != nil {
-		return err
-	}
-	c.State = containers.Running
-	sb.see(&c)
-	sb.setTrouble(nil)
-	return a.updateSandbox(sb.uid, journal.Change{}, func(s *journal.Sandbox) {
+	return a.startTask(ctx, sb, c, func(s *journal.Sandbox) {
 		s.Restarts++
-		s.StartedAt, s.ExitCode, s.ExitReason, s.ExitedAt = a.config.Clock.Now(), nil, "", time.Time{}
+		s.StartedAt = a.config.Clock.Now()
 	})
 }
 

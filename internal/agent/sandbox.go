@@ -192,6 +192,17 @@ func (s *sandbox) init() *mount.Process {
 	return s.process
 }
 
+// namespaceID is the inode number of the mount namespace of the sandbox's init; 0 when that is gone.
+func (s *sandbox) namespaceID(init int) (uint64, error) {
+	s.mu.Lock()
+	if s.namespace != nil && s.process.PID() == init {
+		defer s.mu.Unlock()
+		return s.namespace.ID(), nil
+	}
+	s.mu.Unlock()
+	return mountNamespace(init)
+}
+
 // leave ends the thread in the namespace, which would keep it and all its mounts alive. The caller holds mu.
 func (s *sandbox) leave() {
 	if s.namespace != nil {

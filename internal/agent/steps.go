@@ -66,30 +66,45 @@ func ContainerSteps() containers.Observer { return containerFailpoints }
 
 // stages measures the steps of one operation while it passes them on to their failpoints.
 type stages struct {
-	clock   clock.PassiveClock
-	next    func(step string, done bool)
-	began   map[string]time.Time
+	clock clock.PassiveClock
+	next  func(step string, done bool)
+	// begun are the steps under way, the innermost last; one that failed stays.
+	begun   []begunStep
 	Results []journal.Stage
 }
 
+type begunStep struct {
+	name string
+	at   time.Time
+}
+
+// stepsGuess is how many steps most operations have.
+const stepsGuess = 10
+
 func newStages(c clock.PassiveClock, next func(string, bool)) *stages {
-	return &stages{clock: c, next: next, began: map[string]time.Time{}}
+	return &stages{clock: c, next: next, begun: make([]begunStep, 0, stepsGuess), Results: make([]journal.Stage, 0, stepsGuess)}
 }
 
 // observe is a mount.Observer. Steps of one operation come one after another, if on different threads.
 func (s *stages) observe(step string, done bool) {
 	if !done {
-		s.began[step] = s.clock.Now()
+		s.begun = append(s.begun, begunStep{step, s.clock.Now()})
 	}
 	s.next(step, done)
-	if done {
-		d := s.clock.Since(s.began[step])
-		if i := slices.IndexFunc(s.Results, func(r journal.Stage) bool { return r.Name == step }); i >= 0 {
-			s.Results[i].Duration += d
-			return
-		}
-		s.Results = append(s.Results, journal.Stage{Name: step, Duration: d})
+	if !done {
+		return
 	}
+	last := len(s.begun) - 1
+	for s.begun[last].name != step {
+		last--
+	}
+	d := s.clock.Since(s.begun[last].at)
+	s.begun = s.begun[:last]
+	if i := slices.IndexFunc(s.Results, func(r journal.Stage) bool { return r.Name == step }); i >= 0 {
+		s.Results[i].Duration += d
+		return
+	}
+	s.Results = append(s.Results, journal.Stage{Name: step, Duration: d})
 }
 
 // do runs one step.

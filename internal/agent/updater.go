@@ -31,7 +31,7 @@ type Attachment struct {
 	Request volume.Request
 	// Fence refuses the command if it is out of date. It is asked when it is this operation's turn at its target, so
 	// that nothing newer can have come before it unseen.
-	Fence func() error
+	Fence func() (*passage, error)
 }
 
 // ContainerMountUpdater changes what is mounted in the sandboxes of this node. Each change is a transaction: it
@@ -60,10 +60,20 @@ func (u *ContainerMountUpdater) Attach(ctx context.Context, sb *sandbox, a Attac
 		return journal.Volume{}, false, err
 	}
 	defer unlock()
-	if err := a.Fence(); err != nil {
+	passed, err := a.Fence()
+	if err != nil {
 		return journal.Volume{}, false, err
 	}
+	record, already, err := u.attachAt(ctx, sb, a, passed)
+	return record, already, passed.answered(err)
+}
+
+// attachAt does the work of Attach. The caller holds the target's lock.
+func (u *ContainerMountUpdater) attachAt(ctx context.Context, sb *sandbox, a Attachment, passed *passage) (journal.Volume, bool, error) {
 	if current, ok := u.journal.VolumeAt(sb.uid, a.Target); ok {
+		if err := passed.record(); err != nil {
+			return journal.Volume{}, false, err
+		}
 		current, done, err := u.settle(ctx, sb, current, a)
 		if err != nil || done {
 			return current, done, err
@@ -72,7 +82,7 @@ func (u *ContainerMountUpdater) Attach(ctx context.Context, sb *sandbox, a Attac
 	if err := u.checkNesting(sb.uid, a.Target); err != nil {
 		return journal.Volume{}, false, err
 	}
-	record, err := u.attach(ctx, sb, a)
+	record, err := u.attach(ctx, sb, a, passed)
 	if err != nil {
 		return journal.Volume{}, false, err
 	}
@@ -148,8 +158,9 @@ func (u *ContainerMountUpdater) checkNesting(uid, target string) error {
 	return volume.CheckConflict(taken, target)
 }
 
-// attach does the work of Attach for a target that is free.
-func (u *ContainerMountUpdater) attach(ctx context.Context, sb *sandbox, a Attachment) (journal.Volume, error) {
+// attach does the work of Attach for a target that is free. That the command passed the fence is recorded with the first
+// record of the volume: before it nothing was done that anybody can see.
+func (u *ContainerMountUpdater) attach(ctx context.Context, sb *sandbox, a Attachment, passed *passage) (journal.Volume, error) {
 	request, err := u.prepared.resolve(ctx, a.Request)
 	if err != nil {
 		return journal.Volume{}, err
@@ -173,15 +184,17 @@ func (u *ContainerMountUpdater) attach(ctx context.Context, sb *sandbox, a Attac
 	}
 	defer release()
 	if r.tree == nil {
-		err := r.timing.do(stepJournalWaiting, func() error { return u.put(record) })
+		err := r.timing.do(stepJournalWaiting, func() error { return passed.write(putting(record)) })
 		return record, err
 	}
-	placed, err := u.place(wait, sb, record, r)
+	placed, err := u.place(wait, sb, record, r, passed.write)
 	if err == nil || mayBeMounted(err) {
 		return placed, err
 	}
-	if forgetErr := u.forget(record); forgetErr != nil {
-		return record, incomplete(err, forgetErr)
+	if _, recorded := u.journal.VolumeAt(sb.uid, a.Target); recorded { // not if that was what failed
+		if forgetErr := u.forget(record); forgetErr != nil {
+			return record, incomplete(err, forgetErr)
+		}
 	}
 	return record, fmt.Errorf("%w; undone: %s", err, r.timing.undone())
 }
@@ -231,6 +244,11 @@ func (r *readyVolume) close() {
 // ready prepares a volume and, if wanted, makes a tree of it. It may wait for the source for as long as the context
 // allows, so no lock is held but the target's. The caller holds a pin or a record of the volume.
 func (u *ContainerMountUpdater) ready(ctx context.Context, request volume.Request, r *readyVolume, wantTree bool) error {
+	if wantTree && r.tree == nil && !r.acquired {
+		if err := u.readyAtOnce(request, r); err != nil {
+			return err
+		}
+	}
 	if !r.acquired {
 		if err := r.timing.do(stepPrepare, func() (err error) {
 			r.prepared, err = u.prepared.acquire(ctx, request)
@@ -240,24 +258,41 @@ func (u *ContainerMountUpdater) ready(ctx context.Context, request volume.Reques
 		}
 		r.acquired = true
 	}
-	if !wantTree || r.tree != nil {
+	if !wantTree {
 		return nil
 	}
-	if err := r.timing.do(stepTree, func() (err error) {
-		r.tree, err = u.prepared.tree(ctx, request, r.prepared)
-		return err
-	}); err != nil {
-		return err
+	if r.tree == nil {
+		if err := r.timing.do(stepTree, func() (err error) {
+			r.tree, err = u.prepared.tree(ctx, request, r.prepared)
+			return err
+		}); err != nil {
+			return err
+		}
 	}
 	return r.timing.do(stepAttributes, func() error {
 		return r.tree.SetAttributes(mount.Attributes{ReadOnly: request.ReadOnly})
 	})
 }
 
+// readyAtOnce makes the tree of a volume that is ready and waits for nothing. Of others it makes none.
+func (u *ContainerMountUpdater) readyAtOnce(request volume.Request, r *readyVolume) error {
+	src, ok := u.prepared.prompt(request)
+	if !ok {
+		return nil
+	}
+	return r.timing.do(stepTree, func() error {
+		tree, prepared, err := src.PromptTree(request)
+		if err == nil && tree != nil {
+			r.tree, r.prepared, r.acquired = tree, prepared, true
+		}
+		return err
+	})
+}
+
 // place attaches the volume of a record, which is ready, to the sandbox's task. The caller holds the life lock. When it
 // fails the sandbox is as before and the caller puts the journal right, except when the volume may be mounted all the
-// same: then the record stays, for the next operation, or the next start, to find out.
-func (u *ContainerMountUpdater) place(ctx context.Context, sb *sandbox, record journal.Volume, r *readyVolume) (journal.Volume, error) {
+// same: then the record stays, for the next operation, or the next start, to find out. write writes the intent.
+func (u *ContainerMountUpdater) place(ctx context.Context, sb *sandbox, record journal.Volume, r *readyVolume, write func(journal.Change) error) (journal.Volume, error) {
 	timing, tree := r.timing, r.tree
 	failed := func(err error) (journal.Volume, error) {
 		return record, fmt.Errorf("attach %s: %w", record.Target, sb.unlessGone(err))
@@ -274,7 +309,7 @@ func (u *ContainerMountUpdater) place(ctx context.Context, sb *sandbox, record j
 	if c, _ := sb.seen(); c.State == containers.Created {
 		record.Attached = v1alpha1.AttachedBeforeStart
 	}
-	if err := timing.do(stepJournalIntent, func() error { return u.put(record) }); err != nil {
+	if err := timing.do(stepJournalIntent, func() error { return write(putting(record)) }); err != nil {
 		return failed(err)
 	}
 	// From here on, that the caller has gone is no reason to stop half-way.
@@ -302,13 +337,22 @@ func incomplete(cause, err error) error {
 	return fault.New(errdefs.ErrInternal, fault.RollbackFailed, "%w; undoing it failed too: %v", cause, err)
 }
 
-func (u *ContainerMountUpdater) put(record journal.Volume) error {
-	return u.journal.Write(journal.Change{PutVolumes: []journal.Volume{record}})
+func putting(record journal.Volume) journal.Change {
+	return journal.Change{PutVolumes: []journal.Volume{record}}
 }
 
-// forget deletes a record whose mount is gone from its sandbox. What it had mounted is noted on the prepared volume,
+func (u *ContainerMountUpdater) put(record journal.Volume) error {
+	return u.journal.Write(putting(record))
+}
+
+// forget deletes records whose mounts are gone from their sandbox. What they had mounted is noted on the prepared volume,
 // which is not released before no mount namespace has it any more.
 func (u *ContainerMountUpdater) forget(records ...journal.Volume) error {
+	return u.forgetBy(u.journal.Write, records...)
+}
+
+// forgetBy is forget by a way to write of the caller's.
+func (u *ContainerMountUpdater) forgetBy(write func(journal.Change) error, records ...journal.Volume) error {
 	change := journal.Change{DeleteVolumes: records}
 	prepared := map[string]journal.Prepared{}
 	for _, r := range records {
@@ -325,7 +369,7 @@ func (u *ContainerMountUpdater) forget(records ...journal.Volume) error {
 	for _, p := range prepared {
 		change.PutPrepared = append(change.PutPrepared, p)
 	}
-	if err := u.journal.Write(change); err != nil {
+	if err := write(change); err != nil {
 		return err
 	}
 	for _, r := range records {

@@ -1,10 +1,10 @@
 package containers
 
 import (
-	"bufio"
 	"context"
 	"errors"
 	"fmt"
+	"io"
 	"io/fs"
 	"os"
 	"path"
@@ -101,25 +101,44 @@ func (r *Runtime) oomKills(uid string) int {
 func cgroupProcesses(roots []cgroupRoot, cgroup string) []int {
 	var pids []int
 	for _, root := range roots {
-		// A directory that vanishes meanwhile has no processes.
-		_ = filepath.WalkDir(filepath.Join(root.path, cgroup), func(dir string, d fs.DirEntry, err error) error {
-			if err != nil || !d.IsDir() {
-				return nil
-			}
-			f, err := os.Open(filepath.Join(dir, "cgroup.procs"))
+		walkCgroups(filepath.Join(root.path, cgroup), func(dir string) {
+			// As a blocking descriptor: the runtime's poller can wait for such a file, and setting that up takes longer
+			// than to read it.
+			fd, err := unix.Open(filepath.Join(dir, "cgroup.procs"), unix.O_RDONLY|unix.O_CLOEXEC, 0)
 			if err != nil {
-				return nil
+				return
 			}
+			f := os.NewFile(uintptr(fd), "cgroup.procs")
 			defer f.Close()
-			for lines := bufio.NewScanner(f); lines.Scan(); {
-				if pid, err := strconv.Atoi(lines.Text()); err == nil && pid > 0 && !slices.Contains(pids, pid) {
+			data, _ := io.ReadAll(f)
+			for line := range strings.Lines(string(data)) {
+				if pid, err := strconv.Atoi(strings.TrimSpace(line)); err == nil && pid > 0 && !slices.Contains(pids, pid) {
 					pids = append(pids, pid)
 				}
 			}
-			return nil
 		})
 	}
 	return pids
+}
+
+// walkCgroups visits a cgroup and all below it. One that vanishes meanwhile has no processes. Most have none below them,
+// which their link count tells without reading the names of their dozens of files.
+func walkCgroups(dir string, visit func(dir string)) {
+	var st unix.Stat_t
+	if unix.Lstat(dir, &st) != nil {
+		return
+	}
+	visit(dir)
+	const alone = 2 // links: its own name and "."
+	if st.Nlink == alone {
+		return
+	}
+	entries, _ := os.ReadDir(dir)
+	for _, e := range entries {
+		if e.IsDir() {
+			walkCgroups(filepath.Join(dir, e.Name()), visit)
+		}
+	}
 }
 
 // cgroupPollInterval and cgroupPatience bound the wait for the last processes of a cgroup to be gone: the kernel tells

@@ -3,8 +3,6 @@ package mount
 import (
 	"context"
 	"errors"
-	"path"
-	"slices"
 
 	"github.com/containerd/errdefs"
 	"golang.org/x/sys/unix"
@@ -64,16 +62,15 @@ type Placed struct {
 	Target string
 	// ReadOnly is what the kernel says about the mount or its superblock.
 	ReadOnly bool
-	// CreatedDirs are the directories that were made, outermost first; see
-	// RemoveDirectories.
-	CreatedDirs []string
 }
 
 // Attach moves the tree onto the target and reads back that it lies there.
 // Missing directories are made (0755) on the sandbox's root filesystem or below
 // a tmpfs; an existing one must be empty. The tree is used up, also by a
 // failure. On a failure nothing is left mounted, and the directories that were
-// made are removed, except with OUTCOME_UNKNOWN: then Find the mount later.
+// made are removed, except with OUTCOME_UNKNOWN: then Find the mount later. (A
+// process that dies in between leaves them, empty, in the sandbox's own layer
+// or tmpfs, where they do no harm.)
 //
 // Reasons: TARGET_INVALID, TARGET_SYMLINK, TARGET_NOT_DIRECTORY,
 // TARGET_NOT_EMPTY, TARGET_ON_VOLUME, TARGET_SHARED, TARGET_READ_ONLY (permanent
@@ -126,15 +123,15 @@ func (t *thread) attach(ctx context.Context, tree int, target string, steps Obse
 	}
 	w.own = p.id
 	info, err := p.place(ctx)
+	defer w.close()
 	if err != nil {
 		steps.before(StepAttachUndo)
 		p.undo()
 		w.removeMade()
 		steps.after(StepAttachUndo)
-		w.close()
 		return Placed{}, err
 	}
-	return Placed{Identity: info.Identity(), Target: target, ReadOnly: info.ReadOnly || info.SuperblockReadOnly, CreatedDirs: w.close()}, nil
+	return Placed{Identity: info.Identity(), Target: target, ReadOnly: info.ReadOnly || info.SuperblockReadOnly}, nil
 }
 
 // placement is one tree on its way to its target.
@@ -220,77 +217,4 @@ func (p *placement) undo() {
 		_ = unix.Unmount(".", unix.MNT_DETACH)
 		p.home()
 	}
-}
-
-// Missing returns the directories that an attach to the target would make,
-// outermost first. A journal records them before the attach: if the process
-// dies in between, RemoveDirectories takes away what was made. Targets that
-// Attach refuses have none.
-func (ns *Namespace) Missing(ctx context.Context, target string) ([]string, error) {
-	if err := checkTarget(target); err != nil {
-		return nil, err
-	}
-	var missing []string
-	j, err := ns.submit(ctx, "look at target", target, func(t *thread) error {
-		missing = t.missing(target)
-		return nil
-	})
-	if err != nil {
-		return nil, err
-	}
-	if err := j.wait(ctx); err != nil {
-		return nil, err
-	}
-	return missing, nil
-}
-
-func (t *thread) missing(target string) []string {
-	var missing []string
-	for dir := target; dir != "/"; dir = path.Dir(dir) {
-		fd, err := openat2(t.root, dir[1:], directoryPath, beneath)
-		if err == nil {
-			unix.Close(fd)
-			break
-		}
-		if !errors.Is(err, unix.ENOENT) {
-			return nil
-		}
-		missing = append(missing, dir)
-	}
-	slices.Reverse(missing)
-	return missing
-}
-
-// RemoveDirectories removes those of the directories (Placed.CreatedDirs, Missing) that
-// are empty and lie on the sandbox's root filesystem or a tmpfs, innermost
-// first. What is in use, not empty or gone is passed over.
-func (ns *Namespace) RemoveDirectories(ctx context.Context, dirs []string) error {
-	return ns.do(ctx, "remove directories", "", func(t *thread) error {
-		for i := len(dirs) - 1; i >= 0; i-- {
-			if checkTarget(dirs[i]) == nil {
-				t.removeDirectory(dirs[i])
-			}
-		}
-		return nil
-	})
-}
-
-func (t *thread) removeDirectory(dir string) {
-	parent, leaf := splitPlace(dir)
-	fd, err := openat2(t.root, parent, directoryPath, beneath)
-	if err != nil {
-		return
-	}
-	defer unix.Close(fd)
-	mount, err := t.mountID(fd, "", unix.AT_EMPTY_PATH)
-	if err != nil {
-		return
-	}
-	if mount != t.rootMount {
-		info, found, err := t.describe(mount, statmountMntBasic|statmountFSType)
-		if err != nil || !found || info.FSType != "tmpfs" {
-			return
-		}
-	}
-	_ = unix.Unlinkat(fd, leaf, unix.AT_REMOVEDIR)
 }

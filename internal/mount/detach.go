@@ -34,6 +34,9 @@ type DetachOptions struct {
 	// Force detaches a busy mount lazily: new lookups no longer see it, processes
 	// that use it keep it.
 	Force bool
+	// NoHang refuses (MAY_HANG) a mount of a filesystem whose unmount may wait for a dead server: such a mount is for
+	// DetachInHelper.
+	NoHang bool
 	// Steps is told of every step.
 	Steps Observer
 }
@@ -57,14 +60,14 @@ var errBusy = errors.New("busy")
 //
 // Errors: *BusyError (FailedPrecondition, BUSY) names the processes that use it;
 // NESTED_MOUNT when another mount lies in or on it, also when forced;
-// DETACH_RACED (Aborted), OUTCOME_UNKNOWN, NAMESPACE_OCCUPIED (Unavailable).
+// MAY_HANG, before anything was tried; DETACH_RACED (Aborted), OUTCOME_UNKNOWN, NAMESPACE_OCCUPIED (Unavailable).
 // That the container's init is gone is no obstacle.
 func (ns *Namespace) Detach(ctx context.Context, target string, id Identity, opts DetachOptions) (DetachResult, error) {
 	if id.IsZero() {
 		return DetachResult{}, &Error{Op: "detach", Path: target, Code: ReasonTargetInvalid, Kind: errdefs.ErrInvalidArgument, Message: "no mount was recorded"}
 	}
 	for attempt := 1; ; attempt++ {
-		result, err := ns.detachOnce(ctx, target, id, false, opts.Steps)
+		result, err := ns.detachOnce(ctx, target, id, false, opts)
 		if !errors.Is(err, errBusy) {
 			return result, err
 		}
@@ -80,7 +83,7 @@ func (ns *Namespace) Detach(ctx context.Context, target string, id Identity, opt
 		if !opts.Force {
 			return DetachResult{}, &BusyError{Target: result.MountPoint, Holders: holders}
 		}
-		result, err = ns.detachOnce(ctx, target, id, true, opts.Steps)
+		result, err = ns.detachOnce(ctx, target, id, true, opts)
 		if err != nil || result.Outcome == Absent {
 			return result, err
 		}
@@ -96,10 +99,10 @@ func (ns *Namespace) Detach(ctx context.Context, target string, id Identity, opt
 	}
 }
 
-func (ns *Namespace) detachOnce(ctx context.Context, target string, id Identity, lazy bool, steps Observer) (DetachResult, error) {
+func (ns *Namespace) detachOnce(ctx context.Context, target string, id Identity, lazy bool, opts DetachOptions) (DetachResult, error) {
 	var result DetachResult
 	j, err := ns.submit(ctx, "detach", target, func(t *thread) (err error) {
-		result, err = t.detach(target, id, lazy, steps)
+		result, err = t.detach(target, id, lazy, opts)
 		return err
 	})
 	if err != nil {
@@ -119,8 +122,8 @@ func isOutcomeUnknown(err error) bool {
 
 // detach finds and unmounts until the mount is gone. errBusy comes with the
 // place where it was busy.
-func (t *thread) detach(target string, id Identity, lazy bool, steps Observer) (DetachResult, error) {
-	step := StepUmount
+func (t *thread) detach(target string, id Identity, lazy bool, opts DetachOptions) (DetachResult, error) {
+	step, steps := StepUmount, opts.Steps
 	if lazy {
 		step = StepUmountLazy
 	}
@@ -137,6 +140,10 @@ func (t *thread) detach(target string, id Identity, lazy bool, steps Observer) (
 			return DetachResult{Outcome: Absent}, nil
 		case !found:
 			return DetachResult{Outcome: Detached, MountPoint: was}, nil
+		}
+		if opts.NoHang && MayHang(info.FSType) {
+			return DetachResult{}, &Error{Op: "detach", Path: target, Code: ReasonMayHang, Kind: errdefs.ErrFailedPrecondition,
+				Message: "unmounting a filesystem of type " + info.FSType + " may wait for its server; it needs a helper process"}
 		}
 		if info.MountPoint == "" {
 			return DetachResult{}, &Error{Op: "detach", Path: target, Code: ReasonDetachRaced, Kind: errdefs.ErrAborted,

@@ -23,6 +23,7 @@ const (
 	ReasonDetachRaced         = "DETACH_RACED"           // the mount kept moving
 	ReasonBusy                = "BUSY"                   // processes use the mount
 	ReasonNestedMount         = "NESTED_MOUNT"           // another mount lies in or on the mount
+	ReasonMayHang             = "MAY_HANG"               // the operation may wait for a dead server: a helper must do it
 	ReasonNamespaceGone       = "NAMESPACE_GONE"         // the container's init is gone, or the namespace was closed
 	ReasonNamespaceIsHost     = "NAMESPACE_IS_HOST"      // the process shares our mount namespace or its root
 	ReasonNamespaceOccupied   = "NAMESPACE_OCCUPIED"     // the thread had not begun when the deadline passed; nothing was done

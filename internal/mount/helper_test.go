@@ -159,3 +159,25 @@ func TestMayHang(t *testing.T) {
 		}
 	}
 }
+
+func TestNoUnmountThatMayHang(t *testing.T) {
+	bothKernels(t, func(t *testing.T, modern bool) {
+		tree, _ := newDeadFUSE(t)
+		s := newSandbox(t)
+		ns := s.enter(modern)
+		local := attach(t, ns, clone(t, newSource(t)), "/local")
+		placed := attach(t, ns, tree, "/bucket")
+		for _, force := range []bool{false, true} {
+			_, err := ns.Detach(context.Background(), "/bucket", placed.Identity, DetachOptions{NoHang: true, Force: force})
+			if reason(err) != ReasonMayHang || !errdefs.IsFailedPrecondition(err) {
+				t.Errorf("force %v: %v", force, err)
+			}
+		}
+		if _, found, err := ns.Find(placed.Identity); err != nil || !found {
+			t.Errorf("it was unmounted all the same: %v %v", found, err)
+		}
+		if result, err := ns.Detach(context.Background(), "/local", local.Identity, DetachOptions{NoHang: true}); err != nil || result.Outcome != Detached {
+			t.Errorf("%+v %v", result, err)
+		}
+	})
+}

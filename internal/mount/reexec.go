@@ -24,19 +24,30 @@ const reexecEnv = "FLUX_MOUNT_REEXEC"
 // and returns keep. (A container without hostPID is its own process 1, so it
 // stays where it is.)
 //
+// A process 1 that protects itself does not let its namespace be opened. Then
+// witness is asked for the PID of another process that has it, say containerd's;
+// nil for none.
+//
 // The host's namespace does not have the Pod's own files (token, certificates):
 // keep holds, by name (no '=' or ','), what must be open before. The working
 // directory becomes "/". It must be called early in main, while nothing runs
 // that cannot be cut off. After an error the process must exit.
-func ReexecInHostNamespace(keep map[string]*os.File) (map[string]*os.File, error) {
+func ReexecInHostNamespace(keep map[string]*os.File, witness func() (int, error)) (map[string]*os.File, error) {
 	if value, ok := os.LookupEnv(reexecEnv); ok {
 		os.Unsetenv(reexecEnv)
 		return keptFiles(value)
 	}
-	return reexecInNamespaceOf(1, keep)
+	return reexecInNamespaceOf(1, keep, witness)
 }
 
-func reexecInNamespaceOf(pid int, keep map[string]*os.File) (map[string]*os.File, error) {
+// Reexecuted says whether this process is one that ReexecInHostNamespace executed, and has
+// not called it yet.
+func Reexecuted() bool {
+	_, ok := os.LookupEnv(reexecEnv)
+	return ok
+}
+
+func reexecInNamespaceOf(pid int, keep map[string]*os.File, witness func() (int, error)) (map[string]*os.File, error) {
 	const op = "re-execute in the host's mount namespace"
 	proc := "/proc/" + strconv.Itoa(pid)
 	same, err := sameNamespace(proc)
@@ -47,6 +58,13 @@ func reexecInNamespaceOf(pid int, keep map[string]*os.File) (map[string]*os.File
 		return keep, nil
 	}
 	host, err := unix.Open(proc+"/ns/mnt", unix.O_RDONLY|unix.O_CLOEXEC, 0)
+	if err == unix.EACCES && witness != nil {
+		other, err := witness()
+		if err != nil {
+			return nil, failed(op, "", fmt.Sprintf("process %d does not let its namespace be opened, and no other that has it is known", pid), err)
+		}
+		return reexecInNamespaceOf(other, keep, nil)
+	}
 	if err != nil {
 		return nil, failed(op, "", "cannot open the host's namespace (is the container privileged, with hostPID?)", err)
 	}

@@ -38,9 +38,9 @@ func reexecMain() {
 	var kept map[string]*os.File
 	var err error
 	if os.Getenv(reexecEnv) == "" {
-		kept, err = reexecInNamespaceOf(host, keep)
+		kept, err = reexecInNamespaceOf(host, keep, nil)
 	} else {
-		kept, err = ReexecInHostNamespace(nil)
+		kept, err = ReexecInHostNamespace(nil, nil)
 	}
 	if err != nil {
 		fmt.Println(err)
@@ -70,7 +70,7 @@ func TestReexecInHostNamespace(t *testing.T) {
 func TestReexecInTheHostIsANoOp(t *testing.T) {
 	testenv.NeedRoot(t)
 	keep := map[string]*os.File{"a": os.Stdin}
-	kept, err := reexecInNamespaceOf(os.Getppid(), keep)
+	kept, err := reexecInNamespaceOf(os.Getppid(), keep, nil)
 	if err != nil || kept["a"] != os.Stdin {
 		t.Errorf("%v %v", kept, err)
 	}

@@ -22,7 +22,6 @@ type place struct {
 type madeDir struct {
 	parent   int // O_PATH; owned
 	name     string
-	place    string
 	dev, ino uint64
 }
 
@@ -169,7 +168,7 @@ func (w *walker) mkdir(dir, i int, name string) error {
 	default:
 		return failed("attach", w.target, "cannot make "+w.upTo(i), err)
 	}
-	made := madeDir{name: name, place: w.upTo(i)}
+	made := madeDir{name: name}
 	var st unix.Stat_t
 	if err := unix.Fstatat(dir, name, &st, unix.AT_SYMLINK_NOFOLLOW); err != nil {
 		return w.raced(err)
@@ -240,14 +239,10 @@ func (w *walker) removeMade() {
 	}
 }
 
-// close releases the descriptors and returns the places that were made,
-// outermost first.
-func (w *walker) close() []string {
-	var places []string
+// close releases the descriptors.
+func (w *walker) close() {
 	for _, d := range w.made {
-		places = append(places, d.place)
 		unix.Close(d.parent)
 	}
 	w.made = nil
-	return places
 }

@@ -260,14 +260,3 @@ func ValidateRequestID(id string) error {
 	return fault.New(errdefs.ErrInvalidArgument, fault.InvalidRequest,
 		"requestId %q is not valid: write at most %d printable ASCII characters without spaces", short(id), maxRequestID)
 }
-
-// NewRequest is what the Source of a valid entry is asked for. sandboxTenant is the sandbox's.
-func NewRequest(e *v1alpha1.DynamicVolume, sandboxTenant string) (Request, error) {
-	r := Request{Type: e.VolumeType, Source: e.Source, TenantID: sandboxTenant, ReadOnly: e.Mode == v1alpha1.VolumeModeReadOnly, SubPath: e.SubPath}
-	if e.SizeLimit == "" {
-		return r, nil
-	}
-	var err error
-	r.SizeLimitBytes, err = ParseSize(e.SizeLimit)
-	return r, err
-}

@@ -56,7 +56,8 @@ func SameVolume(a, b *v1alpha1.DynamicVolume) bool {
 }
 
 // Immutable refuses a change of a field that cannot be changed. The entries have the same target. Writing out a
-// default is no change.
+// default is no change. A new request id makes an entry another one, for the same volume: removed and added in one
+// write. The rules of the Sandbox's CRD say the same.
 func Immutable(old, updated *v1alpha1.DynamicVolume) error {
 	a, b := *old, *updated
 	Default(&a, "")
@@ -72,7 +73,6 @@ func Immutable(old, updated *v1alpha1.DynamicVolume) error {
 		{"target", a.Target, b.Target},
 		{"mode", string(a.Mode), string(b.Mode)},
 		{"subPath", a.SubPath, b.SubPath},
-		{"requestId", a.RequestID, b.RequestID},
 	}
 	for _, f := range fields {
 		if f.from != f.to {

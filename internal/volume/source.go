@@ -55,7 +55,7 @@ type Prepared struct {
 //
 //	Resolve                       policy; gives the key. Nothing is journalled yet
 //	journal: intent (key)
-//	Prepare                       for every attach, also of a key that is prepared
+//	Prepare                       for every attach, also of a key that is prepared (but see Prompt)
 //	journal: Prepared
 //	Tree → attach → Close         for every attach
 //	…
@@ -94,6 +94,17 @@ type Source interface {
 	// Sweep removes what a killed process left and no record owns. inUse are all Prepared of this Source in the
 	// journal. It never touches data. It may run beside the other methods.
 	Sweep(ctx context.Context, inUse []Prepared) error
+}
+
+// Prompt is implemented by a Source that can mount some of its volumes without waiting for anything but this node's own
+// kernel and disks. The agent then spares them what it does for all others: a goroutine that can be abandoned when the
+// source hangs.
+type Prompt interface {
+	// PromptTree is Prepare and Tree in one, of a volume that is ready: Resolve accepted the request, the agent's record
+	// of the volume says that it is prepared, and nobody releases it meanwhile. It returns what they would. A volume for
+	// which there would be more to check or to hold to than what Tree does by itself (a size), or that could hang, gets
+	// neither a tree nor an error, and nothing was done: it takes the long way. Like a Tree it may overlap with others.
+	PromptTree(r Request) (*mount.Tree, Prepared, error)
 }
 
 // Key is the identity of a volume on a node: its type and what the source resolved it to. Equal identities

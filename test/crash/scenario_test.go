@@ -68,7 +68,7 @@ var scenarios = []scenario{
 	{
 		name: "restart of the process",
 		points: []string{"container/delete-task/*/*", "2*container/create/task/*", "2*container/start/task/*",
-			"4*attach/move/*", "4*attach/journal-mounted/*"},
+			"2*sandbox/journal-started/*", "4*attach/move/*", "4*attach/journal-mounted/*"},
 		steps: []step{create(fullVictim), addDirectory, killProcess, remove},
 	},
 	{
@@ -77,6 +77,12 @@ var scenarios = []scenario{
 			"container/delete-task/*/*", "2*container/create/task/*",
 			"2*sandbox/journal-started/*", "4*attach/move/*"},
 		steps: []step{create(fullVictim), addImage, pause(true), pause(false), remove},
+	},
+	{
+		// The server dies after it answered and before what it answered is in its file.
+		name:   "a lull after a volume was added",
+		points: []string{"store/flush/*"},
+		steps:  []step{create(plainVictim), addDirectory, lull, removeDirectory, lull, remove},
 	},
 	{
 		name:   "volume of a sandbox that never comes",
@@ -175,6 +181,17 @@ var createAndDelete = step{"delete while it is created", func(ctx context.Contex
 		_, err = w.agent.Detach(ctx, &agentv1.DetachRequest{Command: &agentv1.Command{SandboxUid: sb.GetUid(), OperationId: "look"}, Target: "/none"})
 		return expect(err, fault.SandboxTerminating)
 	})
+}}
+
+// lull asks for nothing that changes anything, for longer than the store lets status wait.
+var lull = step{"a lull", func(ctx context.Context, w *world) error {
+	for range 60 {
+		if _, err := w.Volumes.ListSandVolumes(ctx, &sandboxv1.ListSandVolumesRequest{Sandbox: ref(victim)}); err != nil {
+			return err
+		}
+		time.Sleep(5 * time.Millisecond)
+	}
+	return nil
 }}
 
 var remove = step{"delete", func(ctx context.Context, w *world) error {

@@ -3,47 +3,40 @@ package journal
 import (
 	"errors"
 	"fmt"
-	"maps"
 	"os"
 	"path/filepath"
-	"strings"
 	"sync"
-	"time"
 
 	"github.com/containerd/errdefs"
-	bolt "go.etcd.io/bbolt"
-	bolterrors "go.etcd.io/bbolt/errors"
 )
 
-// formatVersion is written into every journal; a newer one is refused.
-const formatVersion = "1"
+// formatVersion is written into every journal; another one is refused. Format 1 was a bbolt database (oldName).
+const formatVersion = 2
 
-var (
-	bucketMeta      = []byte("meta")
-	bucketVolumes   = []byte("volumes")
-	bucketPrepared  = []byte("prepared")
-	bucketSandboxes = []byte("sandboxes")
-	bucketEpochs    = []byte("epochs")
-
-	keyFormat = []byte("format")
-	keyBoot   = []byte("boot")
+// The files in a journal's folder.
+const (
+	logName  = "journal.log"
+	lockName = "journal.lock"
+	oldName  = "journal.db"
+	// newSuffix is the log while it is written anew, bootSuffix that of another boot.
+	newSuffix  = ".new"
+	bootSuffix = ".previous-boot"
 )
-
-// lockWait is how long Open waits for another process that holds the journal: a predecessor that is just
-// ending needs a moment, a second agent never gives way.
-const lockWait = 5 * time.Second
 
 // Journal is an open journal. It keeps its contents in memory too, so that reading costs nothing. Its methods
 // may be called from several goroutines; what they return is the caller's own.
 type Journal struct {
-	db *bolt.DB
+	path, boot string
+	lock       *os.File
 
-	mu        sync.RWMutex                 // guards the fields below, and holds them together with the file
-	volumes   map[string]map[string]Volume // by sandbox UID, then record id
-	users     map[string]map[string]Volume // by volume key, then record key
-	prepared  map[string]Prepared
-	sandboxes map[string]Sandbox
-	epochs    map[string]int64
+	mu          sync.RWMutex // guards the fields below, and holds them together with the file
+	log         log
+	volumes     map[string]map[string]Volume // by sandbox UID, then record id
+	users       map[string]map[string]Volume // by volume key, then record key
+	prepared    map[string]Prepared
+	sandboxes   map[string]Sandbox
+	generations map[string]map[string]int64 // by sandbox UID, then target
+	epochs      map[string]int64
 }
 
 // Open opens the journal in a folder, or begins one. bootID is the kernel's
@@ -52,108 +45,102 @@ func Open(dir, bootID string) (*Journal, error) {
 	if err := os.MkdirAll(dir, 0o700); err != nil {
 		return nil, fmt.Errorf("journal: %w", err)
 	}
-	path := filepath.Join(dir, "journal.db")
-	j, err := open(path, bootID)
-	var other *otherBootError
-	if errors.As(err, &other) {
-		if err := os.Rename(path, path+".previous-boot"); err != nil {
-			return nil, fmt.Errorf("journal: set aside that of boot %s: %w", other.boot, err)
-		}
-		return open(path, bootID)
-	}
-	return j, err
-}
-
-type otherBootError struct{ boot string }
-
-func (e *otherBootError) Error() string { return "journal of boot " + e.boot }
-
-func open(path, bootID string) (*Journal, error) {
-	db, err := bolt.Open(path, 0o600, &bolt.Options{
-		Timeout: lockWait, NoSync: true, NoGrowSync: true, NoFreelistSync: true, FreelistType: bolt.FreelistMapType,
-	})
-	if errors.Is(err, bolterrors.ErrTimeout) {
+	path := filepath.Join(dir, logName)
+	lock, err := lockFile(filepath.Join(dir, lockName), lockWait)
+	if errors.Is(err, errLocked) {
 		return nil, fmt.Errorf("journal %s is held by another process: is an agent running already? %w", path, errdefs.ErrUnavailable)
 	}
 	if err != nil {
-		return nil, fmt.Errorf("journal %s cannot be opened: %v; if it is damaged, stop all sandboxes of this node and remove it: %w", path, err, errdefs.ErrDataLoss)
+		return nil, fmt.Errorf("journal %s cannot be locked: %w", path, err)
 	}
-	err = db.Update(func(tx *bolt.Tx) error {
-		meta, err := tx.CreateBucketIfNotExists(bucketMeta)
-		if err != nil {
-			return err
-		}
-		if v := meta.Get(keyFormat); v != nil && string(v) != formatVersion {
-			return fmt.Errorf("journal %s has format %s, this build knows %s: use the build that wrote it: %w", path, v, formatVersion, errdefs.ErrFailedPrecondition)
-		}
-		if v := meta.Get(keyBoot); v != nil && string(v) != bootID {
-			return &otherBootError{boot: string(v)}
-		}
-		if err := meta.Put(keyFormat, []byte(formatVersion)); err != nil {
-			return err
-		}
-		if err := meta.Put(keyBoot, []byte(bootID)); err != nil {
-			return err
-		}
-		for _, b := range [][]byte{bucketVolumes, bucketPrepared, bucketSandboxes, bucketEpochs} {
-			if _, err := tx.CreateBucketIfNotExists(b); err != nil {
-				return err
-			}
-		}
-		return nil
-	})
-	if err != nil {
-		return nil, errors.Join(err, db.Close())
-	}
-	j := &Journal{db: db}
+	j := &Journal{path: path, boot: bootID, lock: lock, log: log{deadBase: compactBase},
+		volumes: map[string]map[string]Volume{}, users: map[string]map[string]Volume{}, prepared: map[string]Prepared{},
+		sandboxes: map[string]Sandbox{}, generations: map[string]map[string]int64{}, epochs: map[string]int64{}}
 	if err := j.load(); err != nil {
-		return nil, errors.Join(err, db.Close())
+		return nil, errors.Join(err, j.Close())
 	}
 	return j, nil
 }
 
 // Close closes the journal.
-func (j *Journal) Close() error { return j.db.Close() }
+func (j *Journal) Close() error {
+	j.mu.Lock()
+	defer j.mu.Unlock()
+	// Another process may have the journal from here on.
+	return errors.Join(j.log.close(), j.lock.Close())
+}
 
+// load reads the file, if there is one of this boot, and begins it anew with what holds.
 func (j *Journal) load() error {
-	j.volumes, j.users = map[string]map[string]Volume{}, map[string]map[string]Volume{}
-	j.prepared, j.sandboxes, j.epochs = map[string]Prepared{}, map[string]Sandbox{}, map[string]int64{}
-	return j.db.View(func(tx *bolt.Tx) error {
-		volumes, err := list[Volume](tx, bucketVolumes)
+	old := filepath.Join(filepath.Dir(j.path), oldName)
+	if _, err := os.Lstat(old); !errors.Is(err, os.ErrNotExist) {
+		return fmt.Errorf("%s is a journal of a build that was never released, which this one does not read: "+
+			"delete the sandboxes of this node with that build, then remove the file (after a reboot, remove it): %w", old, errdefs.ErrFailedPrecondition)
+	}
+	data, err := os.ReadFile(j.path)
+	switch {
+	case errors.Is(err, os.ErrNotExist):
+	case err != nil:
+		return fmt.Errorf("journal: %w", err)
+	default:
+		boot, err := j.replay(data)
 		if err != nil {
 			return err
 		}
-		prepared, err := list[Prepared](tx, bucketPrepared)
-		if err != nil {
-			return err
+		if boot != j.boot {
+			if err := os.Rename(j.path, j.path+bootSuffix); err != nil {
+				return fmt.Errorf("journal: set aside that of boot %s: %w", boot, err)
+			}
 		}
-		sandboxes, err := list[Sandbox](tx, bucketSandboxes)
-		if err != nil {
-			return err
-		}
-		j.apply(Change{PutVolumes: volumes, PutPrepared: prepared, PutSandboxes: sandboxes})
-		return tx.Bucket(bucketEpochs).ForEach(func(k, v []byte) error {
-			n, err := decode[int64]("epochs", string(k), v)
-			j.epochs[leaseOf(string(k))] = n
-			return err
-		})
-	})
+	}
+	if err := j.compact(); err != nil {
+		return fmt.Errorf("journal %s cannot be written: %w", j.path, err)
+	}
+	return nil
 }
 
-func list[T any](tx *bolt.Tx, bucket []byte) ([]T, error) {
-	var out []T
-	err := tx.Bucket(bucket).ForEach(func(k, v []byte) error {
-		r, err := decode[T](string(bucket), string(k), v)
-		if err != nil {
-			return err
+// replay makes every change of a file, and returns the boot that it is of. Of another boot nothing more is read.
+func (j *Journal) replay(data []byte) (boot string, err error) {
+	rest := data
+	for n := 0; len(rest) > 0 || n == 0; n++ {
+		damaged := func(err error) error {
+			return fmt.Errorf("journal %s is damaged at byte %d (record %d): %v; stop all sandboxes of this node and remove it: %w",
+				j.path, len(data)-len(rest), n, err, errdefs.ErrDataLoss)
 		}
-		out = append(out, r)
-		return nil
-	})
-	return out, err
+		body, after, err := firstFrame(rest)
+		if errors.Is(err, errTorn) && n > 0 {
+			return boot, nil // never acknowledged
+		}
+		if err != nil {
+			return "", damaged(err) // a file begins to exist with its first record in it
+		}
+		if n == 0 {
+			h, err := decode[head](body)
+			switch {
+			case err != nil:
+				return "", damaged(err)
+			case h.Format == 0:
+				return "", damaged(errors.New("it does not name a format"))
+			case h.Format != formatVersion:
+				return "", fmt.Errorf("journal %s has format %d, this build knows %d: use the build that wrote it: %w",
+					j.path, h.Format, formatVersion, errdefs.ErrFailedPrecondition)
+			case h.Boot != j.boot:
+				return h.Boot, nil
+			}
+			boot = h.Boot
+		} else {
+			c, err := decode[entry](body)
+			if err != nil {
+				return "", damaged(err)
+			}
+			j.apply(c)
+		}
+		rest = after
+	}
+	return boot, nil
 }
 
-// Change is a set of writes that hold together: all of them or none.
+// Change is a set of writes that hold together: all of them or none. What is deleted is deleted first.
 type Change struct {
 	PutVolumes      []Volume
 	DeleteVolumes   []Volume
@@ -161,88 +148,116 @@ type Change struct {
 	DeletePrepared  []string
 	PutSandboxes    []Sandbox
 	DeleteSandboxes []string
-	// PutEpochs are epochs by lease UID.
-	PutEpochs map[string]int64
+	// PutGenerations and PutEpochs (by lease UID) are what was seen of them. The highest of each stays, in whichever order
+	// they are written.
+	PutGenerations []Generation
+	PutEpochs      map[string]int64
 }
 
 // Write makes a change. When it returns nil the change outlives the process.
 func (j *Journal) Write(c Change) error {
-	j.mu.Lock()
-	defer j.mu.Unlock()
-	err := j.db.Update(func(tx *bolt.Tx) error {
-		volumes, prepared, sandboxes := tx.Bucket(bucketVolumes), tx.Bucket(bucketPrepared), tx.Bucket(bucketSandboxes)
-		for i := range c.DeleteVolumes {
-			if err := volumes.Delete(c.DeleteVolumes[i].key()); err != nil {
-				return err
-			}
-		}
-		for i := range c.PutVolumes {
-			if err := put(volumes, c.PutVolumes[i].key(), &c.PutVolumes[i]); err != nil {
-				return err
-			}
-		}
-		for _, key := range c.DeletePrepared {
-			if err := prepared.Delete([]byte(key)); err != nil {
-				return err
-			}
-		}
-		for i := range c.PutPrepared {
-			if err := put(prepared, []byte(c.PutPrepared[i].Key), &c.PutPrepared[i]); err != nil {
-				return err
-			}
-		}
-		for _, uid := range c.DeleteSandboxes {
-			if err := sandboxes.Delete([]byte(uid)); err != nil {
-				return err
-			}
-		}
-		for i := range c.PutSandboxes {
-			if err := put(sandboxes, []byte(c.PutSandboxes[i].UID), &c.PutSandboxes[i]); err != nil {
-				return err
-			}
-		}
-		for lease, epoch := range c.PutEpochs {
-			if err := put(tx.Bucket(bucketEpochs), epochKey(lease), epoch); err != nil {
-				return err
-			}
-		}
-		return nil
-	})
+	e := c.entry()
+	frame, err := appendFrame(make([]byte, 0, frameGuess), e)
 	if err != nil {
 		return fmt.Errorf("journal: %w", err)
 	}
-	j.apply(c)
+	j.mu.Lock()
+	defer j.mu.Unlock()
+	if err := j.log.append(frame); err != nil {
+		return fmt.Errorf("journal %s: %w", j.path, err)
+	}
+	j.apply(e)
+	if j.log.overgrown() {
+		// The change is safe already, and a log that could not be written anew goes on as it is: when it cannot grow any
+		// more, a write says so.
+		if err := j.compact(); err != nil {
+			j.log.postpone()
+		}
+	}
 	return nil
 }
 
-// apply makes a change to the copy in memory. The caller holds mu, or is alone.
-func (j *Journal) apply(c Change) {
-	for _, v := range c.DeleteVolumes {
-		j.forget(v)
+// frameGuess is more than most records have, in bytes.
+const frameGuess = 2 << 10
+
+// compact writes a log of what holds beside the present one, and puts it in its place. The caller holds mu, or is alone.
+func (j *Journal) compact() error {
+	data, err := appendFrame(nil, head{Format: formatVersion, Boot: j.boot})
+	add := func(e entry) {
+		if err == nil {
+			data, err = appendFrame(data, e)
+		}
 	}
-	for _, v := range c.PutVolumes {
-		j.forget(v)
-		insert(j.volumes, v.SandboxUID, v.ID, v)
-		insert(j.users, v.Request.Key, string(v.key()), v)
+	for _, volumes := range j.volumes {
+		for _, v := range volumes {
+			add(entry{Volumes: []Volume{v}})
+		}
 	}
-	for _, key := range c.DeletePrepared {
-		delete(j.prepared, key)
+	for _, p := range j.prepared {
+		add(entry{Prepared: []Prepared{p}})
 	}
-	for _, p := range c.PutPrepared {
-		j.prepared[p.Key] = p
+	for _, s := range j.sandboxes {
+		add(entry{Sandboxes: []Sandbox{s}})
 	}
-	for _, uid := range c.DeleteSandboxes {
-		delete(j.sandboxes, uid)
+	for uid, generations := range j.generations {
+		e := entry{}
+		for target, n := range generations {
+			e.Generations = append(e.Generations, Generation{SandboxUID: uid, Target: target, Generation: n})
+		}
+		add(e)
 	}
-	for _, s := range c.PutSandboxes {
-		j.sandboxes[s.UID] = s
+	if len(j.epochs) > 0 {
+		add(entry{Epochs: j.epochs})
 	}
-	maps.Copy(j.epochs, c.PutEpochs)
+	if err != nil {
+		return err
+	}
+	return j.log.replace(j.path, data)
 }
 
-func (j *Journal) forget(v Volume) {
-	if old, ok := j.volumes[v.SandboxUID][v.ID]; ok {
-		remove(j.users, old.Request.Key, string(old.key()))
+// apply makes a change to the copy in memory. The caller holds mu, or is alone.
+func (j *Journal) apply(e entry) {
+	for _, k := range e.DroppedVolumes {
+		j.forget(k)
+	}
+	for _, v := range e.Volumes {
+		j.forget(v.id())
+		insert(j.volumes, v.SandboxUID, v.ID, v)
+		insert(j.users, v.Request.Key, v.key(), v)
+	}
+	for _, key := range e.DroppedPrepared {
+		delete(j.prepared, key)
+	}
+	for _, p := range e.Prepared {
+		j.prepared[p.Key] = p
+	}
+	for _, uid := range e.DroppedSandboxes {
+		delete(j.sandboxes, uid)
+		delete(j.generations, uid)
+	}
+	for _, s := range e.Sandboxes {
+		j.sandboxes[s.UID] = s
+	}
+	for _, g := range e.Generations {
+		if j.generations[g.SandboxUID] == nil {
+			j.generations[g.SandboxUID] = map[string]int64{}
+		}
+		raise(j.generations[g.SandboxUID], g.Target, g.Generation)
+	}
+	for lease, epoch := range e.Epochs {
+		raise(j.epochs, lease, epoch)
+	}
+}
+
+func raise(m map[string]int64, key string, to int64) {
+	if old, ok := m[key]; !ok || to > old {
+		m[key] = to
+	}
+}
+
+func (j *Journal) forget(k volumeID) {
+	if old, ok := j.volumes[k.SandboxUID][k.ID]; ok {
+		remove(j.users, old.Request.Key, old.key())
 		remove(j.volumes, old.SandboxUID, old.ID)
 	}
 }
@@ -261,18 +276,4 @@ func remove(m map[string]map[string]Volume, outer, inner string) {
 	}
 }
 
-func put(b *bolt.Bucket, key []byte, v any) error {
-	data, err := encode(v)
-	if err != nil {
-		return err
-	}
-	return b.Put(key, data)
-}
-
-func (v *Volume) key() []byte { return []byte(v.SandboxUID + "/" + v.ID) }
-
-// epochKey is never empty: bbolt refuses an empty key, and a caller may have no lease.
-func epochKey(lease string) []byte { return []byte("lease:" + lease) }
-
-// leaseOf is the reverse of epochKey.
-func leaseOf(key string) string { return strings.TrimPrefix(key, "lease:") }
+func (v *Volume) key() string { return v.SandboxUID + "/" + v.ID }

@@ -2,15 +2,16 @@ package journal
 
 import (
 	"bytes"
+	"encoding/json"
 	"errors"
 	"os"
 	"path/filepath"
 	"reflect"
+	"slices"
 	"strings"
 	"testing"
 
 	"github.com/containerd/errdefs"
-	bolt "go.etcd.io/bbolt"
 
 	"github.com/flux-sandbox/flux-sandbox/api/sandbox/v1alpha1"
 	"github.com/flux-sandbox/flux-sandbox/internal/mount"
@@ -42,7 +43,9 @@ func volumeRecord(uid, id, target, key string) Volume {
 
 // contents is everything that a reader can see.
 func contents(j *Journal) any {
-	return []any{j.AllVolumes(), j.AllPrepared(), j.Sandboxes(), j.Epoch("lease"), j.Epoch("")}
+	volumes := j.AllVolumes()
+	slices.SortFunc(volumes, func(a, b Volume) int { return strings.Compare(a.key(), b.key()) })
+	return []any{volumes, j.AllPrepared(), j.Sandboxes(), j.Epoch("lease"), j.Epoch(""), j.Generation("u1", ""), j.Generation("u1", "/a")}
 }
 
 func TestWhatIsWrittenIsThereAfterReopening(t *testing.T) {
@@ -50,10 +53,11 @@ func TestWhatIsWrittenIsThereAfterReopening(t *testing.T) {
 	j := openIn(t, dir, "boot")
 	code := int32(3)
 	write(t, j, Change{
-		PutVolumes:   []Volume{volumeRecord("u1", "a", "/a", "k1"), volumeRecord("u1", "b", "/b", "k2"), volumeRecord("u2", "c", "/a", "k1")},
-		PutPrepared:  []Prepared{{Key: "k1", Phase: Ready, Mounts: []mount.Match{{Device: "8:1", Root: "/s"}}}},
-		PutSandboxes: []Sandbox{{UID: "u1", Desired: DesiredRunning, Generations: map[string]int64{"": 2, "/a": 5}, ExitCode: &code}},
-		PutEpochs:    map[string]int64{"lease": 9, "": 4},
+		PutVolumes:     []Volume{volumeRecord("u1", "a", "/a", "k1"), volumeRecord("u1", "b", "/b", "k2"), volumeRecord("u2", "c", "/a", "k1")},
+		PutPrepared:    []Prepared{{Key: "k1", Phase: Ready, Mounts: []mount.Match{{Device: "8:1", Root: "/s"}}}},
+		PutSandboxes:   []Sandbox{{UID: "u1", Desired: DesiredRunning, ExitCode: &code}},
+		PutGenerations: []Generation{{"u1", "", 2}, {"u1", "/a", 5}},
+		PutEpochs:      map[string]int64{"lease": 9, "": 4},
 	})
 	before := contents(j)
 	if err := j.Close(); err != nil {
@@ -105,31 +109,31 @@ func TestALazilyDetachedVolumeHoldsItsTargetNoMore(t *testing.T) {
 
 func TestReadersGetTheirOwnCopies(t *testing.T) {
 	j := openIn(t, t.TempDir(), "boot")
-	write(t, j, Change{
-		PutSandboxes: []Sandbox{{UID: "u", Generations: map[string]int64{"/a": 1}}},
-		PutPrepared:  []Prepared{{Key: "k", Mounts: []mount.Match{{Device: "8:1"}}}},
-	})
-	s, _ := j.Sandbox("u")
-	s.Generations["/a"] = 99
+	write(t, j, Change{PutPrepared: []Prepared{{Key: "k", Mounts: []mount.Match{{Device: "8:1"}}}}})
 	p, _ := j.Prepared("k")
 	p.Mounts[0].Device = "9:9"
-	s, _ = j.Sandbox("u")
-	p, _ = j.Prepared("k")
-	if s.Generations["/a"] != 1 || p.Mounts[0].Device != "8:1" {
-		t.Error("a reader changed the journal:", s, p)
+	if p, _ = j.Prepared("k"); p.Mounts[0].Device != "8:1" {
+		t.Error("a reader changed the journal:", p)
 	}
 }
 
-func TestAChangeHoldsAsAWholeOrNotAtAll(t *testing.T) {
-	j := openIn(t, t.TempDir(), "boot")
-	before := contents(j)
-	// bbolt refuses a key that is too long, after the first write of the change was made.
-	err := j.Write(Change{PutVolumes: []Volume{volumeRecord("u", "a", "/a", "k"), volumeRecord(strings.Repeat("u", 1<<16), "b", "/b", "k")}})
-	if err == nil {
-		t.Fatal("no error")
+func TestTheHighestGenerationAndEpochStay(t *testing.T) {
+	dir := t.TempDir()
+	j := openIn(t, dir, "boot")
+	write(t, j, Change{PutGenerations: []Generation{{"u", "/a", 5}, {"u", "/b", 1}}, PutEpochs: map[string]int64{"l": 7}})
+	write(t, j, Change{PutGenerations: []Generation{{"u", "/a", 4}}, PutEpochs: map[string]int64{"l": 6}})
+	for range 2 {
+		if j.Generation("u", "/a") != 5 || j.Generation("u", "/b") != 1 || j.Epoch("l") != 7 {
+			t.Error(j.Generation("u", "/a"), j.Generation("u", "/b"), j.Epoch("l"))
+		}
+		if err := j.Close(); err != nil {
+			t.Fatal(err)
+		}
+		j = openIn(t, dir, "boot")
 	}
-	if after := contents(j); !reflect.DeepEqual(before, after) {
-		t.Errorf("half of it is there: %+v", after)
+	write(t, j, Change{DeleteSandboxes: []string{"u"}})
+	if j.Generation("u", "/a") != 0 {
+		t.Error("a sandbox that was forgotten has generations")
 	}
 }
 
@@ -144,95 +148,101 @@ func TestJournalOfAnotherBootIsSetAside(t *testing.T) {
 	if got := j.AllVolumes(); len(got) != 0 {
 		t.Errorf("mounts of the last boot are remembered: %v", got)
 	}
-	if _, err := os.Stat(filepath.Join(dir, "journal.db.previous-boot")); err != nil {
+	if _, err := os.Stat(filepath.Join(dir, logName+bootSuffix)); err != nil {
 		t.Error(err)
 	}
 }
 
 func TestOneOwnerAtATime(t *testing.T) {
-	dir := t.TempDir()
-	openIn(t, dir, "boot")
-	if _, err := open(filepath.Join(dir, "journal.db"), "boot"); !errdefs.IsUnavailable(err) || !strings.Contains(err.Error(), "another process") {
-		t.Errorf("error %v, want Unavailable that names the cause", err)
-	}
-}
-
-func TestNewerFormatIsRefused(t *testing.T) {
+	t.Parallel() // it waits for lockWait
 	dir := t.TempDir()
 	j := openIn(t, dir, "boot")
-	if err := j.db.Update(func(tx *bolt.Tx) error { return tx.Bucket(bucketMeta).Put(keyFormat, []byte("2")) }); err != nil {
-		t.Fatal(err)
+	if _, err := lockFile(filepath.Join(dir, lockName), 0); !errors.Is(err, errLocked) {
+		t.Errorf("error %v while another has it", err)
+	}
+	if _, err := Open(dir, "boot"); !errdefs.IsUnavailable(err) || !strings.Contains(err.Error(), "another process") {
+		t.Errorf("error %v, want Unavailable that names the cause", err)
 	}
 	if err := j.Close(); err != nil {
 		t.Fatal(err)
 	}
-	if _, err := Open(dir, "boot"); !errdefs.IsFailedPrecondition(err) {
-		t.Errorf("error %v", err)
-	}
+	openIn(t, dir, "boot")
 }
 
-func TestDamageIsAnErrorThatNamesTheRecord(t *testing.T) {
-	for name, bucket := range map[string][]byte{"volumes": bucketVolumes, "prepared": bucketPrepared, "sandboxes": bucketSandboxes, "epochs": bucketEpochs} {
-		dir := t.TempDir()
-		j := openIn(t, dir, "boot")
-		if err := j.db.Update(func(tx *bolt.Tx) error { return tx.Bucket(bucket).Put([]byte("broken"), []byte("{")) }); err != nil {
-			t.Fatal(err)
-		}
-		if err := j.Close(); err != nil {
-			t.Fatal(err)
-		}
-		_, err := Open(dir, "boot")
-		if !errors.Is(err, errdefs.ErrDataLoss) || !strings.Contains(err.Error(), name+"/broken") {
-			t.Errorf("%s: error %v", name, err)
-		}
-	}
+func TestOtherFormatsAreRefused(t *testing.T) {
 	dir := t.TempDir()
-	if err := os.WriteFile(filepath.Join(dir, "journal.db"), []byte("this is no database, but long enough to be read as one"), 0o600); err != nil {
+	newer, err := appendFrame(nil, head{Format: formatVersion + 1, Boot: "boot"})
+	if err != nil {
 		t.Fatal(err)
 	}
-	if _, err := Open(dir, "boot"); !errors.Is(err, errdefs.ErrDataLoss) {
-		t.Errorf("a file that is no journal: %v", err)
+	if err := os.WriteFile(filepath.Join(dir, logName), newer, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := Open(dir, "boot"); !errdefs.IsFailedPrecondition(err) || !strings.Contains(err.Error(), "format 3") {
+		t.Errorf("a newer one: %v", err)
+	}
+	dir = t.TempDir()
+	if err := os.WriteFile(filepath.Join(dir, oldName), nil, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := Open(dir, "boot"); !errdefs.IsFailedPrecondition(err) || !strings.Contains(err.Error(), oldName) {
+		t.Errorf("that of an earlier build: %v", err)
 	}
 }
 
 func TestUnknownFieldsOfANewerBuildAreIgnored(t *testing.T) {
-	v, err := decode[Volume]("volumes", "k", []byte(`{"sandboxUID":"u","id":"a","target":"/a","phase":"Mounted","fromTheFuture":{"x":1}}`))
-	if err != nil || v.Target != "/a" {
-		t.Errorf("%v, %v", v, err)
+	e, err := decode[entry]([]byte(`{"volumes":[{"sandboxUID":"u","id":"a","target":"/a","phase":"Mounted","fromTheFuture":{"x":1}}],"alsoNew":[1]}`))
+	if err != nil || len(e.Volumes) != 1 || e.Volumes[0].Target != "/a" {
+		t.Errorf("%v, %v", e, err)
 	}
 }
 
 func FuzzDecode(f *testing.F) {
 	for _, seed := range []string{`{}`, `{"sandboxUID":"u","id":"a"}`, `{"phase":1}`, `null`, `[]`, ``, `{} {}`, `{"mount":{"UniqueID":-1}}`,
-		`{"key":"k","prepared":{"details":{"a":[1,2]}}}`, `{"generations":{"/a":9223372036854775807}}`, "\x00\xff"} {
+		`{"key":"k","prepared":{"details":{"a":[1,2]}}}`, `{"generations":[{"generation":9223372036854775807}]}`, "\x00\xff",
+		`{"volumes":[{"sandboxUID":"u","id":"a"},{"sandboxUID":"u","id":"a"}],"epochs":{"":-1}}`} {
 		f.Add([]byte(seed))
 	}
 	f.Fuzz(func(t *testing.T, data []byte) {
 		fuzzOne[Volume](t, data)
 		fuzzOne[Prepared](t, data)
 		fuzzOne[Sandbox](t, data)
+		fuzzOne[entry](t, data)
+		fuzzFile(t, data)
 	})
 }
 
-// fuzzOne: what decodes can be written and decodes to the same; what does not is ErrDataLoss.
+// fuzzOne: what decodes can be written and decodes to the same.
 func fuzzOne[T any](t *testing.T, data []byte) {
-	v, err := decode[T]("bucket", "key", data)
+	v, err := decode[T](data)
 	if err != nil {
-		if !errors.Is(err, errdefs.ErrDataLoss) {
-			t.Errorf("error %v is of another kind", err)
-		}
 		return
 	}
-	again, err := encode(v)
+	again, err := json.Marshal(v)
 	if err != nil {
 		t.Fatalf("%+v cannot be written: %v", v, err)
 	}
-	w, err := decode[T]("bucket", "key", again)
+	w, err := decode[T](again)
 	if err != nil {
 		t.Fatalf("%s is written as %s, which does not decode: %v", data, again, err)
 	}
 	// Compared as written: an empty map and none are the same.
-	if third, err := encode(w); err != nil || !bytes.Equal(again, third) {
+	if third, err := json.Marshal(w); err != nil || !bytes.Equal(again, third) {
 		t.Errorf("%s is written as %s, then as %s, %v", data, again, third, err)
+	}
+}
+
+// fuzzFile: a file that ends with the data, as a record or as it is, is read, or is ErrDataLoss.
+func fuzzFile(t *testing.T, data []byte) {
+	file, err := appendFrame(nil, head{Format: formatVersion, Boot: "boot"})
+	if err != nil {
+		t.Fatal(err)
+	}
+	record := append(make([]byte, headSize), data...)
+	seal(record)
+	for _, end := range [][]byte{record, data} {
+		if _, err := replayed(append(slices.Clone(file), end...)); err != nil && !errors.Is(err, errdefs.ErrDataLoss) {
+			t.Errorf("error %v is of another kind", err)
+		}
 	}
 }

@@ -80,8 +80,14 @@ func (j *Journal) Sandbox(uid string) (Sandbox, bool) {
 	j.mu.RLock()
 	defer j.mu.RUnlock()
 	s, ok := j.sandboxes[uid]
-	s.Generations = maps.Clone(s.Generations)
 	return s, ok
+}
+
+// Generation is the newest generation seen of a sandbox for a target; 0 when none was seen.
+func (j *Journal) Generation(uid, target string) int64 {
+	j.mu.RLock()
+	defer j.mu.RUnlock()
+	return j.generations[uid][target]
 }
 
 // Sandboxes are the records of all sandboxes, sorted by UID.

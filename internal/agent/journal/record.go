@@ -1,12 +1,9 @@
 package journal
 
 import (
-	"bytes"
 	"encoding/json"
 	"fmt"
 	"time"
-
-	"github.com/containerd/errdefs"
 
 	"github.com/flux-sandbox/flux-sandbox/api/sandbox/v1alpha1"
 	"github.com/flux-sandbox/flux-sandbox/internal/mount"
@@ -99,31 +96,64 @@ const (
 
 // Sandbox is the record of one sandbox.
 type Sandbox struct {
-	UID     string  `json:"uid"`
-	Desired Desired `json:"desired"`
-	// Generations are the newest generations seen, by target; "" is the sandbox itself.
-	Generations map[string]int64 `json:"generations,omitempty"`
-	Restarts    int32            `json:"restarts,omitempty"`
-	StartedAt   time.Time        `json:"startedAt,omitzero"`
-	ExitedAt    time.Time        `json:"exitedAt,omitzero"`
-	ExitCode    *int32           `json:"exitCode,omitempty"`
-	ExitReason  string           `json:"exitReason,omitempty"`
+	UID        string    `json:"uid"`
+	Desired    Desired   `json:"desired"`
+	Restarts   int32     `json:"restarts,omitempty"`
+	StartedAt  time.Time `json:"startedAt,omitzero"`
+	ExitedAt   time.Time `json:"exitedAt,omitzero"`
+	ExitCode   *int32    `json:"exitCode,omitempty"`
+	ExitReason string    `json:"exitReason,omitempty"`
 	// DeletedAt is when it was deleted.
 	DeletedAt time.Time `json:"deletedAt,omitzero"`
 }
 
-// encode writes a record.
-func encode(v any) ([]byte, error) { return json.Marshal(v) }
+// Generation is the newest generation of a sandbox that was seen in a command for a target; "" is the sandbox itself.
+type Generation struct {
+	SandboxUID string `json:"sandboxUID"`
+	Target     string `json:"target"`
+	Generation int64  `json:"generation"`
+}
 
-// decode reads a record. What follows the JSON value, or is not JSON, is an error that names the record.
-func decode[T any](bucket, key string, data []byte) (T, error) {
-	var v T
-	d := json.NewDecoder(bytes.NewReader(data))
-	if err := d.Decode(&v); err != nil {
-		return v, fmt.Errorf("journal record %s/%s does not decode: %v: %w", bucket, key, err, errdefs.ErrDataLoss)
+// head is the first record of a file.
+type head struct {
+	Format int    `json:"format"`
+	Boot   string `json:"boot"`
+}
+
+// entry is a Change as it is written.
+type entry struct {
+	Volumes          []Volume         `json:"volumes,omitempty"`
+	DroppedVolumes   []volumeID       `json:"droppedVolumes,omitempty"`
+	Prepared         []Prepared       `json:"prepared,omitempty"`
+	DroppedPrepared  []string         `json:"droppedPrepared,omitempty"`
+	Sandboxes        []Sandbox        `json:"sandboxes,omitempty"`
+	DroppedSandboxes []string         `json:"droppedSandboxes,omitempty"`
+	Generations      []Generation     `json:"generations,omitempty"`
+	Epochs           map[string]int64 `json:"epochs,omitempty"`
+}
+
+// volumeID is what tells volume records apart.
+type volumeID struct {
+	SandboxUID string `json:"sandboxUID"`
+	ID         string `json:"id"`
+}
+
+func (v *Volume) id() volumeID { return volumeID{SandboxUID: v.SandboxUID, ID: v.ID} }
+
+func (c Change) entry() entry {
+	e := entry{Volumes: c.PutVolumes, Prepared: c.PutPrepared, DroppedPrepared: c.DeletePrepared, Sandboxes: c.PutSandboxes,
+		DroppedSandboxes: c.DeleteSandboxes, Generations: c.PutGenerations, Epochs: c.PutEpochs}
+	for i := range c.DeleteVolumes {
+		e.DroppedVolumes = append(e.DroppedVolumes, c.DeleteVolumes[i].id())
 	}
-	if d.More() {
-		return v, fmt.Errorf("journal record %s/%s has data after its end: %w", bucket, key, errdefs.ErrDataLoss)
+	return e
+}
+
+// decode reads what a record holds. What follows the JSON value is an error too.
+func decode[T any](data []byte) (T, error) {
+	var v T
+	if err := json.Unmarshal(data, &v); err != nil {
+		return v, fmt.Errorf("it does not decode: %w", err)
 	}
 	return v, nil
 }

@@ -96,6 +96,11 @@ func (s *Source) directoryTree(ctx context.Context, d details, subPath string) (
 		// No symlink is followed and Tree refused "..": beneath the prefix is beneath the volume.
 		return s.sys.CloneInHelper(ctx, d.Prefix, path.Join(d.Rel, subPath))
 	}
+	return s.localTree(d, subPath)
+}
+
+// localTree clones a directory that cannot hang.
+func (s *Source) localTree(d details, subPath string) (*mount.Tree, error) {
 	dir, err := s.sys.OpenDir(d.Prefix, d.Rel)
 	if err != nil {
 		return nil, err

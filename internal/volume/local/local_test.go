@@ -56,6 +56,52 @@ func TestDirectoriesAreNeverMade(t *testing.T) {
 	}
 }
 
+func TestWhatIsPrompt(t *testing.T) {
+	src, scratch := newScratch(t, Root{})
+	mkdir(t, scratch, "t-1/v/sub")
+	fsType := "ext4"
+	src.sys = typed{system: src.sys, of: func(path string) string {
+		if path == scratch+"/t-1/v/sub" {
+			return "tmpfs"
+		}
+		return fsType
+	}}
+	plain, limited := localRequest(scratch+"/t-1/v", 0), localRequest(scratch+"/t-1/v", 1<<20)
+	below := plain
+	below.SubPath = "sub"
+	for _, c := range []struct {
+		name, fsType string
+		r            volume.Request
+		prompt       bool
+	}{
+		{"a directory", "ext4", plain, true},
+		{"a directory of it", "ext4", below, true},
+		{"one with a limit, which Prepare holds it to", "ext4", limited, false},
+		{"on a file server", "nfs4", plain, false},
+		{"local, but on the way is a file server", "fuse.sshfs", below, false},
+	} {
+		fsType = c.fsType
+		tree, _, err := src.PromptTree(c.r)
+		if err != nil || (tree != nil) != c.prompt {
+			t.Errorf("%s: tree %v, %v", c.name, tree, err)
+		}
+		if tree != nil {
+			tree.Close()
+		}
+	}
+	fsType = "ext4"
+	_, _, err := src.PromptTree(localRequest(scratch+"/t-1/gone", 0))
+	wantReason(t, err, fault.SourceNotFound)
+}
+
+// typed is a system whose filesystems have other types.
+type typed struct {
+	system
+	of func(path string) string
+}
+
+func (s typed) FilesystemType(path string) (string, error) { return s.of(path), nil }
+
 func TestSourcesThroughSymlinksAreRefused(t *testing.T) {
 	src, scratch := newScratch(t, Root{})
 	mkdir(t, scratch, "t-1/real")

@@ -22,7 +22,10 @@ type Source struct {
 	sys   system
 }
 
-var _ volume.Source = (*Source)(nil)
+var (
+	_ volume.Source = (*Source)(nil)
+	_ volume.Prompt = (*Source)(nil)
+)
 
 // New makes the Source of the roots. It looks at no path: a root may come to be later. limiter holds directories to
 // a sizeLimit; nil is the kernel's project quota.
@@ -134,6 +137,41 @@ func (s *Source) Tree(ctx context.Context, p volume.Prepared, subPath string) (*
 		return nil, lift(err, "mount %s", path.Join(d.path(), d.Image))
 	}
 	return tree, nil
+}
+
+// PromptTree implements volume.Prompt, for directories on local filesystems that are held to no size. All that Prepare
+// looks at is that such a directory is there, which opening it finds out as well; and who may use it is checked here
+// again.
+func (s *Source) PromptTree(r volume.Request) (*mount.Tree, volume.Prepared, error) {
+	none := volume.Prepared{}
+	p, err := s.locate(&r)
+	if err != nil {
+		return nil, none, err
+	}
+	if err := volume.CheckSubPath(r.SubPath); err != nil {
+		return nil, none, err
+	}
+	d := p.details()
+	if d.Backing != BackingDirectory || r.SizeLimitBytes != 0 {
+		return nil, none, nil
+	}
+	hangs, err := s.mayHang(d)
+	if err == nil && !hangs && r.SubPath != "" {
+		hangs, err = s.mayHang(details{Prefix: d.Prefix, Rel: path.Join(d.Rel, r.SubPath)})
+	}
+	if err != nil || hangs {
+		return nil, none, lift(err, "source %s", r.Source)
+	}
+	record, err := json.Marshal(d)
+	if err != nil {
+		return nil, none, fmt.Errorf("record source %s: %w", r.Source, err)
+	}
+	tree, err := s.localTree(d, r.SubPath)
+	if err != nil {
+		return nil, none, lift(err, "mount %s", d.path())
+	}
+	return tree, volume.Prepared{Key: p.key(r.Source), Type: v1alpha1.VolumeTypeLocal, Path: v1alpha1.VolumePathLocal,
+		Limit: v1alpha1.LimitNone, Details: record}, nil
 }
 
 // Release implements volume.Source.

@@ -53,6 +53,7 @@ func Run(t *testing.T, setup func(t testing.TB) Harness) {
 		{"trees are independent", testTwoTrees},
 		{"trees at the same time", testConcurrentTrees},
 		{"subPath", testSubPath},
+		{"prompt trees are as others", testPrompt},
 		{"a new process takes over", testRestart},
 		{"sweep touches nothing in use", testSweep},
 		{"a cancelled context leaves nothing", testCancelled},
@@ -271,6 +272,53 @@ func testSubPath(t *testing.T, h Harness) {
 	release(t, src, p)
 }
 
+// testPrompt is for sources that are a volume.Prompt.
+func testPrompt(t *testing.T, h Harness) {
+	src := h.New(nil)
+	prompt, ok := src.(volume.Prompt)
+	if !ok {
+		return
+	}
+	p := prepare(t, src, h)
+	h.Populate(t, p)
+	before := h.State(t)
+	for name, refusal := range h.Refused {
+		if tr, _, err := prompt.PromptTree(refusal.Request); tr != nil || fault.ReasonOf(err) != refusal.Reason || !fault.IsPermanent(err) {
+			t.Errorf("%s: tree %v, error %v; want the permanent %s", name, tr, err, refusal.Reason)
+		}
+	}
+	for _, subPath := range []string{"", "sub", "sub/deep", "missing", "file", "link/etc", "up", "inside", "../v", "/sub"} {
+		r := resolved(t, src, h)
+		r.SubPath = subPath
+		tr, got, err := prompt.PromptTree(r)
+		if tr == nil && err == nil {
+			continue // it takes the long way
+		}
+		want, wantErr := src.Tree(background(t), p, subPath)
+		if (err == nil) != (wantErr == nil) || fault.ReasonOf(err) != fault.ReasonOf(wantErr) || fault.IsPermanent(err) != fault.IsPermanent(wantErr) {
+			t.Errorf("subPath %q: error %v, and of Tree %v", subPath, err, wantErr)
+		}
+		if err != nil {
+			continue
+		}
+		a, errA := tr.Identity()
+		b, errB := want.Identity()
+		if errA != nil || errB != nil || a == b || a.Device != b.Device {
+			t.Errorf("subPath %q: identities %+v (%v) and %+v (%v)", subPath, a, errA, b, errB)
+		}
+		if again, err := src.Prepare(background(t), r); err != nil || !reflect.DeepEqual(got, again) {
+			t.Errorf("subPath %q: prepared %+v; Prepare says %+v, %v", subPath, got, again, err)
+		}
+		if subPath == "" {
+			has(t, tr, "sub/deep")
+		}
+		tr.Close()
+		want.Close()
+	}
+	sameState(t, h, before, "after prompt trees")
+	release(t, src, p)
+}
+
 func testRestart(t *testing.T, h Harness) {
 	before := h.New(nil)
 	p := prepare(t, before, h)
@@ -399,6 +447,16 @@ func life(t testing.TB, h Harness, src volume.Source, end []string) error {
 			return err
 		}
 		tr.Close()
+		if prompt, ok := src.(volume.Prompt); ok {
+			r.SubPath = subPath
+			tr, _, err := prompt.PromptTree(r)
+			if err != nil {
+				return err
+			}
+			if tr != nil {
+				tr.Close()
+			}
+		}
 	}
 	return src.Release(background(t), p)
 }
