@@ -30,6 +30,7 @@ var kindBelow = map[Reason]error{
 	"SUBPATH_INVALID":        errdefs.ErrInvalidArgument,
 	"FILESYSTEM_REFUSED":     errdefs.ErrFailedPrecondition,
 	"IDMAP_UNSUPPORTED":      errdefs.ErrFailedPrecondition,
+	"MAY_HANG":               errdefs.ErrFailedPrecondition,
 	"MOUNT_LIMIT":            errdefs.ErrResourceExhausted,
 	"KERNEL_FEATURE_MISSING": errdefs.ErrNotImplemented,
 	"HELPER_DEADLINE":        errdefs.ErrUnavailable,

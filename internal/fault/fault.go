@@ -65,6 +65,7 @@ const (
 	ImageNotFound      Reason = "IMAGE_NOT_FOUND"
 	InvalidImage       Reason = "INVALID_IMAGE"
 	NoAgent            Reason = "NO_AGENT"
+	NodeDead           Reason = "NODE_DEAD"
 	NoCapacity         Reason = "NO_CAPACITY"
 	AgentUnavailable   Reason = "AGENT_UNAVAILABLE"
 	AgentRecovering    Reason = "AGENT_RECOVERING"
@@ -74,6 +75,10 @@ const (
 	VolumeGone         Reason = "VOLUME_GONE"
 	RateLimited        Reason = "RATE_LIMITED"
 	RollbackFailed     Reason = "ROLLBACK_INCOMPLETE"
+	Unauthenticated    Reason = "UNAUTHENTICATED"
+	Forbidden          Reason = "FORBIDDEN"
+	AuthUnavailable    Reason = "AUTH_UNAVAILABLE"
+	NamespaceNotFound  Reason = "NAMESPACE_NOT_FOUND"
 	Internal           Reason = "INTERNAL"
 )
 

@@ -48,6 +48,7 @@ var kindOf = map[Reason]error{
 	ImageNotFound:      errdefs.ErrNotFound,
 	InvalidImage:       errdefs.ErrInvalidArgument,
 	NoAgent:            errdefs.ErrUnavailable,
+	NodeDead:           errdefs.ErrAborted,
 	NoCapacity:         errdefs.ErrResourceExhausted,
 	AgentUnavailable:   errdefs.ErrUnavailable,
 	AgentRecovering:    errdefs.ErrUnavailable,
@@ -57,6 +58,10 @@ var kindOf = map[Reason]error{
 	VolumeGone:         errdefs.ErrAborted,
 	RateLimited:        errdefs.ErrResourceExhausted,
 	RollbackFailed:     errdefs.ErrInternal,
+	Unauthenticated:    errdefs.ErrUnauthenticated,
+	Forbidden:          errdefs.ErrPermissionDenied,
+	AuthUnavailable:    errdefs.ErrUnavailable,
+	NamespaceNotFound:  errdefs.ErrNotFound,
 	Internal:           errdefs.ErrInternal,
 }
 

@@ -1,7 +1,7 @@
 // Package grpcapi is the public gRPC API: SandboxVolumeService, SandboxService, ImageService and
 // NodeService.
 //
-// A call is authenticated, authorised (the caller's tenant is the sandbox's) and validated; then it
+// A call is authenticated, authorised (the caller's tenant is the sandbox's, and an Authorizer agrees) and validated; then it
 // changes the wish, spec, in the store, and waits until the scheduler runtime has written to status what
 // came of it. It never speaks to the scheduler, and to an agent only to pass on what is no state: exec,
 // logs, images, probes. So it runs on every replica of a controller, and a call that breaks off takes

@@ -45,7 +45,7 @@ func (s *sandboxService) Exec(stream grpc.BidiStreamingServer[sandboxv1.ExecRequ
 	}
 	ctx, cancel := context.WithCancel(stream.Context())
 	defer cancel()
-	sb, err := s.resolveMessage(ctx, start.GetSandbox())
+	sb, err := s.resolveMessage(ctx, start.GetSandbox(), "create", "exec")
 	if err != nil {
 		return err
 	}
@@ -157,7 +157,7 @@ func (s *sandboxService) Logs(req *sandboxv1.LogsRequest, stream grpc.ServerStre
 	}
 	ctx, cancel := s.untilStop(stream.Context())
 	defer cancel()
-	sb, err := s.resolveMessage(ctx, req.GetSandbox())
+	sb, err := s.resolveMessage(ctx, req.GetSandbox(), "get", "log")
 	if err != nil {
 		return err
 	}

@@ -122,7 +122,7 @@ func (s *nodeService) Doctor(ctx context.Context, _ *sandboxv1.DoctorRequest) (*
 
 // nodeAgent is the only agent, for operators.
 func (s *Server) nodeAgent(ctx context.Context, what string) (agentv1.AgentServiceClient, error) {
-	if err := authorizeOperator(ctx, what); err != nil {
+	if err := s.permitOperator(ctx, what); err != nil {
 		return nil, err
 	}
 	return s.options.Agents.Client(onlyNode)

@@ -45,7 +45,14 @@ func (s *sandboxService) newSandbox(ctx context.Context, m *sandboxv1.Sandbox) (
 		return nil, invalid("%v", err)
 	}
 	sb := &v1alpha1.Sandbox{ObjectMeta: objectMeta(m), Spec: spec}
-	if tenant := identityOf(ctx).Tenant; tenant != "" && sb.Spec.TenantID == "" {
+	if err := checkNamespace(sb.Namespace); err != nil {
+		return nil, err
+	}
+	tenant, err := s.permit(ctx, Access{Verb: "create", Namespace: sb.Namespace})
+	if err != nil {
+		return nil, err
+	}
+	if sb.Spec.TenantID == "" {
 		sb.Spec.TenantID = tenant
 	}
 	checks := []func(*v1alpha1.Sandbox) error{checkMeta, checkGroupNames, checkTenant, checkProcess, checkResources, s.checkShutdown}
@@ -54,7 +61,7 @@ func (s *sandboxService) newSandbox(ctx context.Context, m *sandboxv1.Sandbox) (
 			return nil, err
 		}
 	}
-	return sb, authorize(ctx, sb)
+	return sb, holdTo(tenant, sb)
 }
 
 // checkAgainstGroup checks what depends on the group: the sub-group, the image, the volumes.
@@ -97,9 +104,6 @@ func subGroup(group *v1alpha1.SandboxGroup, name string) (v1alpha1.SubSandboxGro
 }
 
 func checkMeta(sb *v1alpha1.Sandbox) error {
-	if err := checkNamespace(sb.Namespace); err != nil {
-		return err
-	}
 	if sb.Name != "" {
 		if err := checkLabelName("name", sb.Name); err != nil {
 			return err

@@ -70,13 +70,20 @@ func parseID(id string) (ref, error) {
 	return ref{uid: types.UID(id)}, nil
 }
 
-// resolve reads the sandbox that a request is about, and checks that its caller may see it.
-func (s *Server) resolve(ctx context.Context, r ref) (*v1alpha1.Sandbox, error) {
+// resolve reads the sandbox that a request is about, and checks that its caller may do to it what it wants. With a
+// key, nobody learns what exists who may not know it; a UID is known to those only who were told it.
+func (s *Server) resolve(ctx context.Context, r ref, verb, subresource string) (*v1alpha1.Sandbox, error) {
 	var sb *v1alpha1.Sandbox
+	var tenant string
 	var err error
+	access := Access{Verb: verb, Subresource: subresource, Namespace: r.key.Namespace, Name: r.key.Name}
 	if r.key.Name == "" {
-		sb, err = s.store.Sandboxes().GetByUID(ctx, r.uid)
-	} else {
+		if sb, err = s.store.Sandboxes().GetByUID(ctx, r.uid); err != nil {
+			return nil, err
+		}
+		access.Namespace, access.Name = sb.Namespace, sb.Name
+		tenant, err = s.permit(ctx, access)
+	} else if tenant, err = s.permit(ctx, access); err == nil {
 		sb, err = s.store.Sandboxes().Get(ctx, r.key)
 	}
 	if err != nil {
@@ -86,16 +93,16 @@ func (s *Server) resolve(ctx context.Context, r ref) (*v1alpha1.Sandbox, error) 
 		return nil, store.SandboxKind.Replaced(r.key, r.uid, sb.UID)
 	}
 	annotateSandbox(ctx, sb)
-	return sb, authorize(ctx, sb)
+	return sb, holdTo(tenant, sb)
 }
 
 // resolveMessage is parseRef and resolve.
-func (s *Server) resolveMessage(ctx context.Context, m *sandboxv1.SandboxRef) (*v1alpha1.Sandbox, error) {
+func (s *Server) resolveMessage(ctx context.Context, m *sandboxv1.SandboxRef, verb, subresource string) (*v1alpha1.Sandbox, error) {
 	r, err := parseRef(m)
 	if err != nil {
 		return nil, err
 	}
-	return s.resolve(ctx, r)
+	return s.resolve(ctx, r, verb, subresource)
 }
 
 // invalid is the error of a request that cannot be meant as it is.

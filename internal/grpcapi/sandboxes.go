@@ -129,7 +129,7 @@ func (s *Server) waitPhase(ctx, waitCtx context.Context, sb **v1alpha1.Sandbox, 
 
 // GetSandbox reads a sandbox.
 func (s *sandboxService) GetSandbox(ctx context.Context, req *sandboxv1.GetSandboxRequest) (*sandboxv1.Sandbox, error) {
-	sb, err := s.resolveMessage(ctx, req.GetSandbox())
+	sb, err := s.resolveMessage(ctx, req.GetSandbox(), "get", "")
 	if err != nil {
 		return nil, err
 	}
@@ -143,6 +143,10 @@ func (s *sandboxService) ListSandboxes(ctx context.Context, req *sandboxv1.ListS
 		return nil, err
 	}
 	if err := checkNamespace(req.GetNamespace()); err != nil {
+		return nil, err
+	}
+	tenant, err := s.permit(ctx, Access{Verb: "list", Namespace: req.GetNamespace()})
+	if err != nil {
 		return nil, err
 	}
 	options := store.ListOptions{Namespace: req.GetNamespace(), Continue: req.GetPageToken()}
@@ -161,7 +165,7 @@ func (s *sandboxService) ListSandboxes(ctx context.Context, req *sandboxv1.ListS
 			return nil, err
 		}
 		for _, sb := range page.Items {
-			if authorize(ctx, sb) == nil {
+			if holdTo(tenant, sb) == nil {
 				resp.Sandboxes = append(resp.Sandboxes, convert.SandboxProto(sb))
 			}
 		}
@@ -175,7 +179,7 @@ func (s *sandboxService) ListSandboxes(ctx context.Context, req *sandboxv1.ListS
 
 // DeleteSandbox deletes a sandbox and, if asked, waits until nothing of it is left.
 func (s *sandboxService) DeleteSandbox(ctx context.Context, req *sandboxv1.DeleteSandboxRequest) (*sandboxv1.DeleteSandboxResponse, error) {
-	sb, err := s.resolveMessage(ctx, req.GetSandbox())
+	sb, err := s.resolveMessage(ctx, req.GetSandbox(), "delete", "")
 	if err != nil {
 		return nil, err
 	}
@@ -195,7 +199,7 @@ func (s *sandboxService) DeleteSandbox(ctx context.Context, req *sandboxv1.Delet
 
 // PauseSandbox sets spec.paused and, if asked, waits until the sandbox is as wished.
 func (s *sandboxService) PauseSandbox(ctx context.Context, req *sandboxv1.PauseSandboxRequest) (*sandboxv1.Sandbox, error) {
-	sb, err := s.resolveMessage(ctx, req.GetSandbox())
+	sb, err := s.resolveMessage(ctx, req.GetSandbox(), "update", "")
 	if err != nil {
 		return nil, err
 	}
@@ -252,22 +256,25 @@ func (s *sandboxService) WatchSandboxes(req *sandboxv1.WatchSandboxesRequest, st
 		return err
 	}
 	var one *v1alpha1.Sandbox
+	var tenant string
+	var err error
 	var keys []store.Key
 	if req.GetSandbox() != nil {
 		if req.GetNamespace() != "" {
 			return invalid("namespace and sandbox exclude each other: sandbox has a namespace of its own")
 		}
-		var err error
-		if one, err = s.resolveMessage(ctx, req.GetSandbox()); err != nil {
+		if one, err = s.resolveMessage(ctx, req.GetSandbox(), "watch", ""); err != nil {
 			return err
 		}
 		keys = []store.Key{keyOf(one)}
+	} else if tenant, err = s.permit(ctx, Access{Verb: "watch", Namespace: req.GetNamespace()}); err != nil {
+		return err
 	}
 	seen := false
 	for event := range s.store.Sandboxes().Follow(ctx, keys...) {
 		m := &sandboxv1.SandboxEvent{Type: eventTypes[event.Type]}
 		if sb := event.Object; event.Type != store.Synced {
-			if req.GetNamespace() != "" && sb.Namespace != req.GetNamespace() || authorize(ctx, sb) != nil || one != nil && sb.UID != one.UID {
+			if req.GetNamespace() != "" && sb.Namespace != req.GetNamespace() || holdTo(tenant, sb) != nil || one != nil && sb.UID != one.UID {
 				continue
 			}
 			seen = true

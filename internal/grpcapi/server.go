@@ -36,6 +36,8 @@ type Options struct {
 	Agents Agents
 	// Authenticator says who calls; required, so that nobody leaves it out by accident.
 	Authenticator Authenticator
+	// Authorizer says what callers may do; when nil, their tenant decides.
+	Authorizer Authorizer
 	// Available says whether there is a source for a volume type; nil leaves that to the agent.
 	Available func(v1alpha1.VolumeType) bool
 	// Logger gets a line per call; slog's default when nil.
@@ -64,7 +66,11 @@ type Server struct {
 // (1.5 MiB, etcd's default), a chunk of an image or of stdin much less.
 const maxMessage = 4 << 20
 
-// window is the size of the flow-control windows, in bytes: fixed, for the reason that agent.Window has.
+// streamWorkers is how many goroutines wait for calls, whose stacks have grown already. Calls beyond that, and beside
+// streams that stay open, get a goroutine of their own.
+const streamWorkers = 16
+
+// window is the size of the flow-control windows, in bytes: fixed, for the reason that agentv1.Window has.
 const window = 1 << 20
 
 // New makes a server. Call Serve once.
@@ -95,6 +101,7 @@ func New(options Options) (*Server, error) {
 		grpc.MaxRecvMsgSize(maxMessage),
 		grpc.StaticStreamWindowSize(window),
 		grpc.StaticConnWindowSize(window),
+		grpc.NumStreamWorkers(streamWorkers),
 		grpc.ChainUnaryInterceptor(s.unary),
 		grpc.ChainStreamInterceptor(s.stream),
 	}, options.ServerOptions...)...)

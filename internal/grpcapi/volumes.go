@@ -39,7 +39,7 @@ func (s *volumeService) AddSandVolume(ctx context.Context, req *sandboxv1.AddSan
 		return nil, err
 	}
 	annotate(ctx, slog.String("source", wish.Source), slog.String("target", wish.Target), slog.String("request", wish.RequestID))
-	sb, err := s.resolve(ctx, r)
+	sb, err := s.resolve(ctx, r, "create", "volumes")
 	if err != nil {
 		return nil, err
 	}
@@ -125,7 +125,7 @@ func (s *volumeService) RemoveSandVolume(ctx context.Context, req *sandboxv1.Rem
 		return nil, err
 	}
 	annotate(ctx, slog.String("target", target), slog.Bool("force", req.GetForce()), slog.String("request", req.GetRequestId()))
-	sb, err := s.resolve(ctx, r)
+	sb, err := s.resolve(ctx, r, "delete", "volumes")
 	if err != nil {
 		return nil, err
 	}
@@ -174,7 +174,7 @@ func (s *volumeService) ListSandVolumes(ctx context.Context, req *sandboxv1.List
 	if err != nil {
 		return nil, err
 	}
-	sb, err := s.resolveMessage(ctx, req.GetSandbox())
+	sb, err := s.resolveMessage(ctx, req.GetSandbox(), "get", "volumes")
 	if err != nil {
 		return nil, err
 	}

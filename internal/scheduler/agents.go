@@ -40,9 +40,11 @@ type AgentEventType int
 const (
 	// AgentAdded: the agent exists, or its labels, capacity or client are new.
 	AgentAdded AgentEventType = iota + 1
-	// AgentRemoved: the agent is gone for good. Its sandboxes are not placed elsewhere: that it is gone
+	// AgentRemoved: the agent is not to be used any more. Its sandboxes are not placed elsewhere: that it is gone
 	// does not say that its node is dead (design, section 8).
 	AgentRemoved
+	// NodeDied: Agents.Dead is now true of the node. Only Agent.Node is set.
+	NodeDied
 	// AgentsSynced: every agent that existed at first was told. Only Type is set.
 	AgentsSynced
 )
@@ -57,10 +59,16 @@ type AgentEvent struct {
 type Agents interface {
 	// Follow yields every agent there is (AgentAdded), AgentsSynced once, then changes, until ctx ends.
 	Follow(ctx context.Context) iter.Seq[AgentEvent]
+	// Dead says whether a node is known not to run any more, so that its sandboxes may be placed elsewhere. It is a
+	// fact of the node's administration, never a guess from silence. A node of which nothing is known yet is not dead.
+	Dead(node string) bool
 }
 
 // StaticAgents are agents that neither come nor go.
 type StaticAgents []Agent
+
+// Dead implements Agents: nobody says of these that they are.
+func (s StaticAgents) Dead(string) bool { return false }
 
 // Follow implements Agents.
 func (s StaticAgents) Follow(ctx context.Context) iter.Seq[AgentEvent] {

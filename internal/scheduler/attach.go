@@ -74,10 +74,14 @@ func (m *VolumeManager) cannotAttach(p *pass, v *volumeState, e *entry) {
 			m.setPhase(p, v, m.rowFor(v, e), v1alpha1.VolumePending)
 		}
 	case !current, lost && (p.atRest || p.a.lifeErr != nil):
-		row := m.rowFor(v, e)
-		row.Reason, row.Message, row.DetachState, row.Holders, row.Attached = "", "", "", nil, ""
-		m.setPhase(p, v, row, v1alpha1.VolumePending)
+		m.pend(p, v, *m.rowFor(v, e))
 	}
+}
+
+// pend makes the row say that the volume is to be attached once there is a task.
+func (m *VolumeManager) pend(p *pass, v *volumeState, row v1alpha1.VolumeStatus) {
+	row.Reason, row.Message, row.DetachState, row.Holders, row.Attached = "", "", "", nil, ""
+	m.setPhase(p, v, &row, v1alpha1.VolumePending)
 }
 
 // mounted makes the row say so.
@@ -280,7 +284,7 @@ func (m *VolumeManager) attached(p *pass, v *volumeState, r result) {
 	}
 	if r.err != nil {
 		switch {
-		case errors.Is(r.err, errNotWanted), errors.Is(r.err, errPausing), errors.Is(r.err, errSandboxGone):
+		case errors.Is(r.err, errNotWanted), errors.Is(r.err, errPausing), errors.Is(r.err, errSandboxGone), errors.Is(r.err, errNodeDead):
 			m.log(p, "attach abandoned", &e.DynamicVolume, v, r, nil)
 		case v.stale(p, r.err):
 			m.log(p, "attach is repeated", &e.DynamicVolume, v, r, r.err)

@@ -1,6 +1,8 @@
 package scheduler
 
 import (
+	"maps"
+	"slices"
 	"sync"
 
 	"k8s.io/apimachinery/pkg/types"
@@ -105,4 +107,30 @@ func (c *cache) inGroup(group store.Key) []store.Key {
 		out = append(out, k)
 	}
 	return out
+}
+
+// onNode are the sandboxes that the store has on a node.
+func (c *cache) onNode(node string) []types.UID {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	var uids []types.UID
+	for _, sb := range c.sandboxes {
+		if sb.Status.Node == node {
+			uids = append(uids, sb.UID)
+		}
+	}
+	return uids
+}
+
+// nodes are the nodes on which the store has sandboxes.
+func (c *cache) nodes() []string {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	seen := map[string]struct{}{}
+	for _, sb := range c.sandboxes {
+		if sb.Status.Node != "" {
+			seen[sb.Status.Node] = struct{}{}
+		}
+	}
+	return slices.Sorted(maps.Keys(seen))
 }

@@ -29,6 +29,14 @@
 //   - A detach that was refused (busy) or is not over (lazy, release pending), and an entry with onFailure Remove
 //     that failed, get their row first; then the spec follows. A crash in between is repaired from the row.
 //
+// # What is durable
+//
+// What can be found out again need not be durable at once, and a write that waits for no disk is answered sooner
+// (store.LateWriter): that a volume is mounted, as the inventory says so; and the end of an entry and a row whose volume
+// was detached, as the request for that is in the spec, is carried out again, and finds that it has happened. Durable
+// before anybody sees it is what decides something (pass.decides): node and phase, that a volume has failed, and
+// answers that the spec follows.
+//
 // # Fencing
 //
 // Every command carries the leader's epoch and the sandbox's UID and generation; an agent refuses what is older

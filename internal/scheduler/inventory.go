@@ -30,10 +30,18 @@ func (s *Scheduler) followAgents(ctx context.Context, g *errgroup.Group) error {
 			s.addAgent(ctx, g, e.Agent)
 		case AgentRemoved:
 			s.removeAgent(e.Agent.Node)
+		case NodeDied:
+			s.nodeDead(e.Agent.Node)
 		case AgentsSynced:
 			s.mu.Lock()
 			s.agentsSynced = true
 			s.mu.Unlock()
+			// Nodes that died before were told of nobody.
+			for _, node := range s.cache.nodes() {
+				if s.Agents.Dead(node) {
+					s.nodeDead(node)
+				}
+			}
 			s.checkReady()
 		}
 	}

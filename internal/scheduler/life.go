@@ -29,7 +29,7 @@ func (p *pass) deleting() {
 	if !slices.Contains(p.sb.Finalizers, v1alpha1.FinalizerVolumes) {
 		return
 	}
-	if a.status.Node == "" || a.gone {
+	if a.status.Node == "" || a.gone || p.Agents.Dead(a.status.Node) {
 		p.finalize = true
 		return
 	}

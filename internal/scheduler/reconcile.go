@@ -161,6 +161,9 @@ func (p *pass) lifecycle(ctx context.Context) error {
 		}
 		p.lookAt(t.Time)
 	}
+	if p.died() {
+		return nil
+	}
 	if p.a.moveTo != "" {
 		if err := p.settle(ctx, p.a.moveTo); err != nil {
 			return err
@@ -217,7 +220,15 @@ func (p *pass) findStage() {
 }
 
 func (p *pass) updateSpec(ctx context.Context, change func(*v1alpha1.Sandbox) error) error {
-	o, err := p.Store.Sandboxes().UpdateSpec(ctx, p.a.key, store.Preconditions{UID: p.a.uid}, change)
+	return p.wrote(p.Store.Sandboxes().UpdateSpec(ctx, p.a.key, store.Preconditions{UID: p.a.uid}, change))
+}
+
+// updateSpecLate is updateSpec for a change that is made again if a crash takes it back.
+func (p *pass) updateSpecLate(ctx context.Context, change func(*v1alpha1.Sandbox) error) error {
+	return p.wrote(store.UpdateSpecLate(ctx, p.Store.Sandboxes(), p.a.key, store.Preconditions{UID: p.a.uid}, change))
+}
+
+func (p *pass) wrote(o *v1alpha1.Sandbox, err error) error {
 	if err != nil {
 		return err
 	}

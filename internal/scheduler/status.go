@@ -63,7 +63,13 @@ func (p *pass) editSpec(ctx context.Context, after bool) error {
 	if len(edits) == 0 {
 		return nil
 	}
-	if err := p.updateSpec(ctx, func(o *v1alpha1.Sandbox) error {
+	// What comes before the status takes out entries whose detach is asked for in the spec, and has happened: a crash
+	// that takes that back has it repeated. What comes after it is an answer.
+	write := p.updateSpecLate
+	if after {
+		write = p.updateSpec
+	}
+	if err := write(ctx, func(o *v1alpha1.Sandbox) error {
 		for _, d := range edits {
 			d.apply(o)
 		}
@@ -231,7 +237,14 @@ func (p *pass) writeStatus(ctx context.Context, check func(*v1alpha1.Sandbox) er
 	if equality.Semantic.DeepEqual(&a.status, &a.written) || check == nil && p.held() {
 		return nil
 	}
-	o, err := p.Store.Sandboxes().UpdateStatus(ctx, a.key, store.Preconditions{UID: a.uid}, func(o *v1alpha1.Sandbox) error {
+	sandboxes := p.Store.Sandboxes()
+	write := sandboxes.UpdateStatus
+	if !p.decides() {
+		write = func(ctx context.Context, key store.Key, pre store.Preconditions, change func(*v1alpha1.Sandbox) error) (*v1alpha1.Sandbox, error) {
+			return store.UpdateStatusLate(ctx, sandboxes, key, pre, change)
+		}
+	}
+	o, err := write(ctx, a.key, store.Preconditions{UID: a.uid}, func(o *v1alpha1.Sandbox) error {
 		if check != nil {
 			if err := check(o); err != nil {
 				return err
@@ -252,6 +265,30 @@ func (p *pass) writeStatus(ctx context.Context, check func(*v1alpha1.Sandbox) er
 	a.written = *a.status.DeepCopy()
 	p.cache.renew(o)
 	return nil
+}
+
+// decides says whether the status has something that the inventory does not tell again, so that it must be durable
+// before anybody hears of it: where the sandbox is, its phase, that a volume has failed, and answers that the spec
+// follows. All else may be lost with a crash, and comes again.
+func (p *pass) decides() bool {
+	now, was := &p.a.status, &p.a.written
+	if now.Node != was.Node || now.Phase != was.Phase {
+		return true
+	}
+	for _, v := range p.a.volumes {
+		if v.after != nil {
+			return true
+		}
+	}
+	for i := range now.Volumes {
+		row := &now.Volumes[i]
+		if row.Phase == v1alpha1.VolumeFailed && !slices.ContainsFunc(was.Volumes, func(old v1alpha1.VolumeStatus) bool {
+			return old.Target == row.Target && old.EntryHash == row.EntryHash && old.Phase == row.Phase
+		}) {
+			return true
+		}
+	}
+	return false
 }
 
 // countVolumes keeps the gauge of mounted dynamic volumes, and the usage of the topology domains.

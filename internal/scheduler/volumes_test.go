@@ -13,6 +13,7 @@ import (
 	agentv1 "github.com/flux-sandbox/flux-sandbox/api/proto/agent/v1"
 	"github.com/flux-sandbox/flux-sandbox/api/sandbox/v1alpha1"
 	"github.com/flux-sandbox/flux-sandbox/internal/fault"
+	"github.com/flux-sandbox/flux-sandbox/internal/store"
 	"github.com/flux-sandbox/flux-sandbox/internal/volume"
 )
 
@@ -657,4 +658,117 @@ func TestRestartOfTheScheduler(t *testing.T) {
 		w.noEntry("a", "/data")
 		w.noRow("a", "/data")
 	})
+}
+
+// What a crash can take back of the late writes is found out again: a mount that status no longer tells of is not made
+// twice, and a detach whose entry is in the spec again is repeated and takes it out.
+func TestLateWritesAreDerivedAgain(t *testing.T) {
+	w := newWorld(t)
+	uid := w.running("a", nil)
+	before, late := w.store.spec.Load()+w.store.status.Load(), w.store.late.Load()
+	written := func() (all, lateOnes int64) {
+		return w.store.spec.Load() + w.store.status.Load() - before, w.store.late.Load() - late
+	}
+	// takeBack makes the stored sandbox what it was before, as a crash does.
+	takeBack := func(to *v1alpha1.Sandbox) {
+		t.Helper()
+		w.change("a", func(sb *v1alpha1.Sandbox) { sb.Spec = *to.Spec.DeepCopy() })
+		if _, err := w.store.Store.Sandboxes().UpdateStatus(t.Context(), store.KeyOf(to), noPreconditions, func(sb *v1alpha1.Sandbox) error {
+			sb.Status = *to.Status.DeepCopy()
+			return nil
+		}); err != nil {
+			t.Fatal(err)
+		}
+	}
+	w.agent().with(func() { w.agent().hang["attach /data"] = true })
+	w.add("a", local("/data", "r-1"))
+	w.eventually("asked to attach", func() bool { return w.agent().count("attach /data") == 1 })
+	asked := w.get("a")
+	w.halt()
+	w.agent().with(func() { delete(w.agent().hang, "attach /data") })
+	w.start()
+	w.rowIs("a", "/data", v1alpha1.VolumeMounted)
+	w.look("a")
+	if all, late := written(); all != late || all == 0 {
+		t.Errorf("of %d writes for an attach %d are late; want all", all, late)
+	}
+	attaches := w.agent().count("attach /data")
+
+	w.halt()
+	takeBack(asked)
+	w.start()
+	w.rowIs("a", "/data", v1alpha1.VolumeMounted)
+	w.look("a")
+	if n := w.agent().count("attach /data"); n != attaches {
+		t.Errorf("%d attaches after the row was lost; want none", n-attaches)
+	}
+
+	before, late = w.store.spec.Load()+w.store.status.Load(), w.store.late.Load()
+	w.agent().with(func() { w.agent().hang["detach /data"] = true })
+	w.remove("a", "/data", "r-2", false)
+	w.eventually("asked to detach", func() bool { return w.agent().count("detach /data") == 1 })
+	asked = w.get("a")
+	w.halt()
+	w.agent().with(func() { delete(w.agent().hang, "detach /data") })
+	w.start()
+	w.noEntry("a", "/data")
+	w.noRow("a", "/data")
+	if all, late := written(); all != late || all == 0 {
+		t.Errorf("of %d writes for a detach %d are late; want all", all, late)
+	}
+
+	w.halt()
+	takeBack(asked)
+	w.start()
+	w.noEntry("a", "/data")
+	w.noRow("a", "/data")
+	if got := w.agent().targets(uid); len(got) != 0 || w.agent().count("attach /data") != attaches {
+		t.Errorf("mounted: %v, after %d attaches", got, w.agent().count("attach /data")-attaches)
+	}
+}
+
+// Answers must not be forgotten: the rows that the spec follows, and failures, are durable before they are seen.
+func TestAnswersAreNotLate(t *testing.T) {
+	for name, ask := range map[string]func(*world){
+		"busy": func(w *world) {
+			w.agent().with(func() { w.agent().busy["/data"] = holder() })
+			w.remove("a", "/data", "r-2", false)
+			w.eventually("refused", func() bool { e := w.entry("a", "/data"); return e != nil && e.Detach == nil })
+		},
+		"failed": func(w *world) {
+			w.agent().with(func() { w.agent().faults["attach /other"] = []error{errPermanent} })
+			w.add("a", local("/other", "r-2"))
+			w.rowIs("a", "/other", v1alpha1.VolumeFailed)
+		},
+		"failed and removed": func(w *world) {
+			w.agent().with(func() { w.agent().faults["attach /other"] = []error{errPermanent} })
+			v := local("/other", "r-2")
+			v.OnFailure = v1alpha1.OnFailureRemove
+			w.add("a", v)
+			w.noEntry("a", "/other")
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			w := newWorld(t)
+			w.running("a", func(sb *v1alpha1.Sandbox) { sb.Spec.DynamicVolumes = []v1alpha1.DynamicVolume{local("/data", "r-1")} })
+			w.look("a")
+			late := w.store.late.Load()
+			var first string
+			hook := func(write string) error {
+				if first == "" {
+					first = write
+					if w.store.late.Load() != late {
+						first = "late " + write
+					}
+				}
+				return nil
+			}
+			w.store.hook.Store(&hook)
+			ask(w)
+			w.halt()
+			if first != "status" {
+				t.Errorf("the first write is %q; want a durable one of status", first)
+			}
+		})
+	}
 }

@@ -36,10 +36,19 @@ type world struct {
 	registry *prometheus.Registry
 	stop     func()
 	epoch    int64
+	dead     []string // nodes that are dead when a scheduler starts
 }
 
 // fakeAgents are agents that the test adds and removes.
-type fakeAgents struct{ events chan AgentEvent }
+type fakeAgents struct {
+	events chan AgentEvent
+	dead   sync.Map // by node
+}
+
+func (f *fakeAgents) Dead(node string) bool {
+	_, dead := f.dead.Load(node)
+	return dead
+}
 
 func (f *fakeAgents) Follow(ctx context.Context) iter.Seq[AgentEvent] {
 	return func(yield func(AgentEvent) bool) {
@@ -71,7 +80,9 @@ func (e *events) Event(sb *v1alpha1.Sandbox, eventType, reason, _ string) {
 type countingStore struct {
 	*embedded.Store
 	spec, status atomic.Int64
-	hook         atomic.Pointer[func(write string) error]
+	// late are those of them that need not be durable.
+	late atomic.Int64
+	hook atomic.Pointer[func(write string) error]
 }
 
 func (c *countingStore) Sandboxes() store.Sandboxes { return countingSandboxes{c.Store.Sandboxes(), c} }
@@ -102,6 +113,24 @@ func (c countingSandboxes) UpdateStatus(ctx context.Context, key store.Key, pre 
 		return nil, err
 	}
 	return c.Sandboxes.UpdateStatus(ctx, key, pre, change)
+}
+
+func (c countingSandboxes) UpdateSpecLate(ctx context.Context, key store.Key, pre store.Preconditions, change func(*v1alpha1.Sandbox) error) (*v1alpha1.Sandbox, error) {
+	c.c.spec.Add(1)
+	c.c.late.Add(1)
+	if err := c.before("spec"); err != nil {
+		return nil, err
+	}
+	return store.UpdateSpecLate(ctx, c.Sandboxes, key, pre, change)
+}
+
+func (c countingSandboxes) UpdateStatusLate(ctx context.Context, key store.Key, pre store.Preconditions, change func(*v1alpha1.Sandbox) error) (*v1alpha1.Sandbox, error) {
+	c.c.status.Add(1)
+	c.c.late.Add(1)
+	if err := c.before("status"); err != nil {
+		return nil, err
+	}
+	return store.UpdateStatusLate(ctx, c.Sandboxes, key, pre, change)
 }
 
 // newWorld has one agent, "n1", a group "default" whose gate is on, and a scheduler that is ready.
@@ -135,6 +164,9 @@ func (w *world) start() {
 	w.t.Helper()
 	w.epoch++
 	w.follow = &fakeAgents{events: make(chan AgentEvent, 100)}
+	for _, node := range w.dead {
+		w.follow.dead.Store(node, true)
+	}
 	for _, f := range w.agents {
 		w.follow.events <- AgentEvent{Type: AgentAdded, Agent: Agent{Node: f.node, Client: f}}
 	}

@@ -19,6 +19,10 @@ const (
 	Unavailable fault.Reason = "STORE_UNAVAILABLE"
 	// TooLarge: an object is larger than Kubernetes would take.
 	TooLarge fault.Reason = "OBJECT_TOO_LARGE"
+	// NoNamespace: the Namespace does not exist, or is being deleted.
+	NoNamespace fault.Reason = "NAMESPACE_NOT_FOUND"
+	// Forbidden: the store may not do that, by the rights it was given or by an admission policy.
+	Forbidden fault.Reason = "FORBIDDEN"
 )
 
 // MaxObjectBytes is the most that the JSON of an object may have: what etcd takes in one request by

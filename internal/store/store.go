@@ -106,7 +106,8 @@ type EventType int
 const (
 	// Changed: Object exists, and this is its state.
 	Changed EventType = iota + 1
-	// Deleted: Object is gone, and this was its last state.
+	// Deleted: Object is gone, and this was its last state. What the removal of its last finalizer changed besides may
+	// be missing in it, as such a write need not be stored.
 	Deleted
 	// Synced: every object that existed when Follow began was yielded. Object is nil.
 	Synced

@@ -77,7 +77,7 @@ func BenchmarkAttachPath(b *testing.B) {
 			b.Fatal(err)
 		}
 		everything()
-		if _, err := all.UpdateStatus(b.Context(), k, store.Preconditions{}, func(o *sandbox) error {
+		if _, err := store.UpdateStatusLate(b.Context(), all, k, store.Preconditions{}, func(o *sandbox) error {
 			o.Status.Restarts++
 			return nil
 		}); err != nil {

@@ -21,8 +21,12 @@ import (
 type state[T store.Object] struct {
 	object T
 	raw    []byte // as it is stored: object and the fields that this build does not know
-	gone   bool   // the object does not exist any more, and this was its last state
-	batch  *batch // in which it was written; nil when it was read from the file
+	// plain: raw is the encoding of object, so there are no such fields.
+	plain bool
+	gone  bool // the object does not exist any more, and this was its last state
+	// early: it may be shown before it is durable.
+	early bool
+	batch *batch // that makes it durable; nil when nobody waits for that
 }
 
 // collection keeps the objects of one kind.
@@ -33,20 +37,25 @@ type collection[T store.Object] struct {
 
 	// The fields below are guarded by the store's mu.
 
-	committed map[store.Key]*state[T]
-	keys      map[types.UID]store.Key // of the committed objects
-	staged    map[store.Key]*state[T] // newer than committed, and not durable yet
+	shown  map[store.Key]*state[T] // what readers see
+	keys   map[types.UID]store.Key // of the shown objects
+	staged map[store.Key]*state[T] // newer than shown, and not durable yet
+	late   map[store.Key]*state[T] // shown, and not durable yet
 }
 
-var _ store.Sandboxes = (*collection[*sandbox])(nil)
+var (
+	_ store.Sandboxes            = (*collection[*sandbox])(nil)
+	_ store.LateWriter[*sandbox] = (*collection[*sandbox])(nil)
+)
 
 func newCollection[T store.Object](s *Store, k kind[T]) *collection[T] {
 	return &collection[T]{
-		store:     s,
-		kind:      k,
-		committed: map[store.Key]*state[T]{},
-		keys:      map[types.UID]store.Key{},
-		staged:    map[store.Key]*state[T]{},
+		store:  s,
+		kind:   k,
+		shown:  map[store.Key]*state[T]{},
+		keys:   map[types.UID]store.Key{},
+		staged: map[store.Key]*state[T]{},
+		late:   map[store.Key]*state[T]{},
 	}
 }
 
@@ -54,7 +63,8 @@ func newCollection[T store.Object](s *Store, k kind[T]) *collection[T] {
 func (c *collection[T]) load(bucket *bolt.Bucket) error {
 	var problems []error
 	err := bucket.ForEach(func(k, v []byte) error {
-		object, err := c.kind.decode(v)
+		read, err := c.kind.read(slices.Clone(v))
+		object := read.object
 		if err != nil {
 			problems = append(problems, fmt.Errorf("%s %s: %w", c.kind, k, err))
 			return nil
@@ -79,7 +89,7 @@ func (c *collection[T]) load(bucket *bolt.Bucket) error {
 		if version > c.store.version.Load() {
 			c.store.version.Store(version)
 		}
-		c.committed[key] = &state[T]{object: object, raw: slices.Clone(v)}
+		c.shown[key] = read
 		c.keys[object.GetUID()] = key
 		return nil
 	})
@@ -93,7 +103,7 @@ func (c *collection[T]) Get(ctx context.Context, key store.Key) (T, error) {
 		return none, err
 	}
 	c.store.mu.RLock()
-	s := c.committed[key]
+	s := c.shown[key]
 	c.store.mu.RUnlock()
 	if s == nil {
 		return none, c.kind.NotFound(key)
@@ -108,7 +118,7 @@ func (c *collection[T]) GetByUID(ctx context.Context, uid types.UID) (T, error) 
 		return none, err
 	}
 	c.store.mu.RLock()
-	s := c.committed[c.keys[uid]]
+	s := c.shown[c.keys[uid]]
 	c.store.mu.RUnlock()
 	if s == nil {
 		return none, c.kind.NotFoundUID(uid)
@@ -139,12 +149,12 @@ func (c *collection[T]) List(ctx context.Context, options store.ListOptions) (st
 	return page, nil
 }
 
-// find returns the committed objects that match, themselves and not copies, in no order.
+// find returns the shown objects that match, themselves and not copies, in no order.
 func (c *collection[T]) find(options store.ListOptions, after store.Key) []T {
 	c.store.mu.RLock()
 	defer c.store.mu.RUnlock()
 	var found []T
-	for key, s := range c.committed {
+	for key, s := range c.shown {
 		switch {
 		case options.Namespace != "" && key.Namespace != options.Namespace:
 		case compareKeys(key, after) <= 0:
@@ -165,13 +175,13 @@ func (c *collection[T]) Follow(ctx context.Context, keys ...store.Key) iter.Seq[
 		follow(func(yield func(T) bool) {
 			if len(keys) > 0 {
 				for _, k := range keys {
-					if s := c.committed[k]; s != nil && !yield(s.object) {
+					if s := c.shown[k]; s != nil && !yield(s.object) {
 						return
 					}
 				}
 				return
 			}
-			for _, s := range c.committed {
+			for _, s := range c.shown {
 				if !yield(s.object) {
 					return
 				}

@@ -4,20 +4,25 @@ import (
 	"context"
 	"errors"
 	"strconv"
+	"time"
 
 	"github.com/containerd/errdefs"
 	bolt "go.etcd.io/bbolt"
 
+	"github.com/flux-sandbox/flux-sandbox/internal/failpoint"
 	"github.com/flux-sandbox/flux-sandbox/internal/fault"
 	"github.com/flux-sandbox/flux-sandbox/internal/store"
 )
+
+// beforeFlush: what is late has been answered, and is in no file.
+var beforeFlush = failpoint.Declare("store/flush/before")
 
 // write is one key of the file that gets a new value.
 type write struct {
 	bucket, key []byte
 	value       []byte // nil removes the key
-	// committed is called when the write is durable, with the store's mu held.
-	committed func()
+	// done is called when the write is durable, with the store's mu held.
+	done func()
 }
 
 // batch is a set of writes that are committed together.
@@ -47,12 +52,17 @@ func (s *Store) openBatch() (*batch, error) {
 	}
 	if s.batch == nil {
 		s.batch = &batch{done: make(chan struct{})}
-		select {
-		case s.wake <- struct{}{}:
-		default: // the token of a batch that was dropped: the committer will come
-		}
+		s.wakeCommitter()
 	}
 	return s.batch, nil
+}
+
+// wakeCommitter has the committer look. The caller holds mu, and the store is not closed.
+func (s *Store) wakeCommitter() {
+	select {
+	case s.wake <- struct{}{}:
+	default: // it has not taken the last token yet, and will see all there is
+	}
 }
 
 // commitBatches is the committer. It ends when wake is closed and all is committed.
@@ -64,17 +74,25 @@ func (s *Store) commitBatches() {
 	s.commitBatch()
 }
 
+// commitBatch commits the batch that gathers, and with it everything that is late.
 func (s *Store) commitBatch() {
 	s.mu.Lock()
 	b := s.batch
 	s.batch = nil
 	broken := s.broken
+	writes := s.lateWrites()
 	s.mu.Unlock()
 	if b == nil {
-		return
+		if len(writes) == 0 {
+			return
+		}
+		_ = beforeFlush.Hit()
+		b = &batch{done: make(chan struct{})}
 	}
+	writes = append(writes, b.writes...)
+	var reserved uint64
 	if broken == nil || broken == errClosed {
-		b.err, broken = s.writeBatch(b)
+		reserved, b.err, broken = s.writeBatch(writes)
 	} else {
 		b.err = broken
 	}
@@ -83,8 +101,10 @@ func (s *Store) commitBatch() {
 	defer s.mu.Unlock()
 	defer close(b.done)
 	if b.err == nil {
-		for _, w := range b.writes {
-			w.committed()
+		s.reserved, s.late.behind = reserved, nil
+		s.late.since = time.Now() // what is late now came during the commit
+		for _, w := range writes {
+			w.done()
 		}
 		b.writes = nil // the objects of the batch keep it
 		return
@@ -92,6 +112,7 @@ func (s *Store) commitBatch() {
 	if broken != nil && s.broken == nil {
 		s.broken = broken
 	}
+	s.flushFailed(b.err)
 	clear(s.sandboxes.staged)
 	clear(s.groups.staged)
 	if next := s.batch; next != nil {
@@ -101,11 +122,13 @@ func (s *Store) commitBatch() {
 	}
 }
 
-// writeBatch writes and syncs a batch. broken is set when it cannot be told whether that took effect.
-func (s *Store) writeBatch(b *batch) (err, broken error) {
-	version := []byte(s.nextVersion()) // unique to the batch, and no lower than any in it
+// writeBatch writes and syncs a batch, and reserves resourceVersions. broken is set when it cannot be told whether
+// that took effect.
+func (s *Store) writeBatch(writes []write) (reserved uint64, err, broken error) {
+	reserved = s.version.Add(1) + reserve // unique to the batch, and higher than any in it
+	version := strconv.AppendUint(nil, reserved, 10)
 	err = s.file.Update(func(tx *bolt.Tx) error {
-		for _, w := range b.writes {
+		for _, w := range writes {
 			bucket := tx.Bucket(w.bucket)
 			if w.value == nil {
 				if err := bucket.Delete(w.key); err != nil {
@@ -124,7 +147,7 @@ func (s *Store) writeBatch(b *batch) (err, broken error) {
 		err = s.fault(committed)
 	}
 	if err == nil {
-		return nil, nil
+		return reserved, nil, nil
 	}
 	var stored []byte
 	readErr := s.file.View(func(tx *bolt.Tx) error {
@@ -132,12 +155,12 @@ func (s *Store) writeBatch(b *batch) (err, broken error) {
 		return nil
 	})
 	if readErr == nil && string(stored) != string(version) {
-		return fault.New(errdefs.ErrUnavailable, store.Unavailable,
+		return 0, fault.New(errdefs.ErrUnavailable, store.Unavailable,
 			"write to the state file %s: %w (nothing was changed; check the disk's space and health, then try again)", s.file.Path(), err), nil
 	}
 	broken = fault.New(errdefs.ErrUnavailable, store.Unavailable,
 		"write to the state file %s: %w (it cannot be told what reached the disk, so nothing more is written: check the disk and restart the server)", s.file.Path(), err)
-	return broken, broken
+	return 0, broken, broken
 }
 
 // stage is a place at which a test can make a commit fail.

@@ -17,13 +17,18 @@ import (
 )
 
 const (
-	crashEnv     = "FLUX_TEST_CRASH_FILE" // makes the test binary the child of TestKilledWhileWriting
+	crashEnv     = "FLUX_TEST_CRASH_FILE" // makes the test binary the child of a test
+	crashLateEnv = "FLUX_TEST_CRASH_LATE" // when set, status waits for a write of spec
 	crashWriters = 4
 )
 
 func TestMain(m *testing.M) {
 	if path := os.Getenv(crashEnv); path != "" {
-		fmt.Fprintln(os.Stderr, writeForEver(path))
+		var options Options
+		if os.Getenv(crashLateEnv) != "" {
+			options.flushAfter = never
+		}
+		fmt.Fprintln(os.Stderr, writeForEver(path, options))
 		os.Exit(1)
 	}
 	os.Exit(m.Run())
@@ -31,8 +36,8 @@ func TestMain(m *testing.M) {
 
 // writeForEver counts up, in one object per writer, in its spec and its status alternately, and says on
 // stdout what was acknowledged. It returns only an error.
-func writeForEver(path string) error {
-	s, err := Open(path, Options{})
+func writeForEver(path string, options Options) error {
+	s, err := Open(path, options)
 	if err != nil {
 		return err
 	}
@@ -53,8 +58,8 @@ func writeForEver(path string) error {
 					return nil
 				})
 				if err == nil {
-					say("%s spec %s\n", k.Name, o.Spec.WorkingDir)
-					o, err = s.Sandboxes().UpdateStatus(ctx, k, store.Preconditions{}, func(o *sandbox) error {
+					say("%s spec %s %s\n", k.Name, o.ResourceVersion, o.Spec.WorkingDir)
+					o, err = store.UpdateStatusLate(ctx, s.Sandboxes(), k, store.Preconditions{}, func(o *sandbox) error {
 						o.Status.Restarts++
 						return nil
 					})
@@ -63,16 +68,28 @@ func writeForEver(path string) error {
 					failed <- err
 					return
 				}
-				say("%s status %d\n", k.Name, o.Status.Restarts)
+				say("%s status %s %d\n", k.Name, o.ResourceVersion, o.Status.Restarts)
 			}
 		}()
 	}
 	return <-failed
 }
 
-// A process that is killed at any moment leaves a file that opens and has each object as it was before or
-// after the write that was under way: nothing that was acknowledged is lost.
+// A process that is killed at any moment leaves a file that opens and has each object as it was before or after the
+// write that was under way. No spec that was acknowledged is lost, and a status only if it was the object's last write.
 func TestKilledWhileWriting(t *testing.T) {
+	testKilled(t)
+}
+
+// The same when every kill comes between the acknowledgement of the last status and its flush.
+func TestKilledBeforeTheFlush(t *testing.T) {
+	if lost := testKilled(t, crashLateEnv+"=1"); lost == 0 {
+		t.Error("no acknowledged status was lost: nothing was killed before its flush")
+	}
+}
+
+// testKilled returns how many statuses were lost that had been acknowledged.
+func testKilled(t *testing.T, env ...string) (lost int) {
 	path := filepath.Join(t.TempDir(), "state.db")
 	s, err := Open(path, Options{})
 	if err != nil {
@@ -85,7 +102,7 @@ func TestKilledWhileWriting(t *testing.T) {
 		t.Fatal(err)
 	}
 	for round := range 12 {
-		specs, statuses := killAfter(t, path, 1+round*round)
+		specs, statuses, highest := killAfter(t, path, 1+round*round, env)
 		s, err := Open(path, Options{})
 		if err != nil {
 			t.Fatalf("round %d: %v", round, err)
@@ -98,7 +115,10 @@ func TestKilledWhileWriting(t *testing.T) {
 			}
 			spec, _ := strconv.Atoi(o.Spec.WorkingDir)
 			status := int(o.Status.Restarts)
-			if spec < specs[name] || status < statuses[name] || (spec != status && spec != status+1) {
+			if status < statuses[name] {
+				lost++
+			}
+			if spec < specs[name] || status < statuses[name]-1 || (spec != status && spec != status+1) {
 				t.Errorf("round %d: %s has spec %d, status %d; acknowledged were %d, %d", round, name, spec, status, specs[name], statuses[name])
 			}
 			if spec > specs[name]+1 || status > statuses[name]+1 {
@@ -107,18 +127,30 @@ func TestKilledWhileWriting(t *testing.T) {
 				}
 			}
 		}
+		// Versions that were shown are not used again, though what they named may be lost.
+		o, err := s.Sandboxes().UpdateSpec(t.Context(), key("w0"), store.Preconditions{}, func(o *sandbox) error {
+			o.Spec.Image += "x"
+			return nil
+		})
+		if err != nil {
+			t.Fatal(err)
+		}
+		if v := version(t, o); v <= highest {
+			t.Errorf("round %d: version %d is given out, and %d was shown before the kill", round, v, highest)
+		}
 		if err := s.Close(); err != nil {
 			t.Fatal(err)
 		}
 	}
+	return lost
 }
 
 // killAfter runs the child, kills it after that many lines, and returns the last values that it
-// acknowledged, also in what it had written by then.
-func killAfter(t *testing.T, path string, lines int) (specs, statuses map[string]int) {
+// acknowledged, also in what it had written by then, and the highest version that it showed.
+func killAfter(t *testing.T, path string, lines int, env []string) (specs, statuses map[string]int, highest uint64) {
 	t.Helper()
 	child := exec.Command(os.Args[0])
-	child.Env = append(os.Environ(), crashEnv+"="+path)
+	child.Env = append(append(os.Environ(), crashEnv+"="+path), env...)
 	child.Stderr = os.Stderr
 	stdout, err := child.StdoutPipe()
 	if err != nil {
@@ -133,10 +165,15 @@ func killAfter(t *testing.T, path string, lines int) (specs, statuses map[string
 	for in.Scan() {
 		fields := strings.Fields(in.Text())
 		n, err := strconv.Atoi(fields[len(fields)-1])
-		if len(fields) != 3 || err != nil {
+		if len(fields) != 4 || err != nil {
 			t.Errorf("the child said %q", in.Text())
 			continue
 		}
+		version, err := strconv.ParseUint(fields[2], 10, 64)
+		if err != nil {
+			t.Errorf("the child said %q", in.Text())
+		}
+		highest = max(highest, version)
 		if fields[1] == "spec" {
 			specs[fields[0]] = n
 		} else {
@@ -152,5 +189,5 @@ func killAfter(t *testing.T, path string, lines int) (specs, statuses map[string
 	if err := child.Wait(); !errors.As(err, &exit) || exit.Exited() || seen < lines {
 		t.Fatalf("the child ended by itself after %d lines: %v", seen, err)
 	}
-	return specs, statuses
+	return specs, statuses, highest
 }

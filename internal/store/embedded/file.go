@@ -23,7 +23,7 @@ const format = 1
 var (
 	metaBucket = []byte("meta")
 	formatKey  = []byte("format")  // decimal
-	versionKey = []byte("version") // the highest resourceVersion ever committed, decimal
+	versionKey = []byte("version") // what no resourceVersion is higher than that was ever shown, decimal
 	epochKey   = []byte("epoch")   // decimal
 )
 
@@ -145,6 +145,7 @@ func (s *Store) load() error {
 		}
 		s.epoch = int64(epoch)
 		s.version.Store(version)
+		s.reserved = version
 		return errors.Join(
 			s.sandboxes.load(tx.Bucket(s.sandboxes.kind.bucket)),
 			s.groups.load(tx.Bucket(s.groups.kind.bucket)),

@@ -1,6 +1,7 @@
 package embedded
 
 import (
+	"bytes"
 	"encoding/json"
 
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
@@ -9,6 +10,7 @@ import (
 
 	"github.com/flux-sandbox/flux-sandbox/api/sandbox/v1alpha1"
 	"github.com/flux-sandbox/flux-sandbox/internal/store"
+	"github.com/flux-sandbox/flux-sandbox/internal/store/patch"
 )
 
 type (
@@ -24,6 +26,7 @@ type kind[T store.Object] struct {
 	empty      func() T
 	copySpec   func(to, from T) // shares memory
 	copyStatus func(to, from T) // shares memory
+	spec       func(T) any
 	// The two parts that are written apart, so that a write compares its own part only.
 	specPart, statusPart func(T) any
 }
@@ -46,6 +49,7 @@ var (
 		gvk:        v1alpha1.GroupVersion.WithKind("Sandbox"),
 		empty:      func() *sandbox { return &sandbox{} },
 		copySpec:   func(to, from *sandbox) { to.Spec = from.Spec },
+		spec:       func(o *sandbox) any { return &o.Spec },
 		copyStatus: func(to, from *sandbox) { to.Status = from.Status },
 		specPart:   func(o *sandbox) any { return specPart{&o.ObjectMeta, &o.Spec} },
 		statusPart: func(o *sandbox) any { return statusPart{&o.Status} },
@@ -56,6 +60,7 @@ var (
 		gvk:        v1alpha1.GroupVersion.WithKind("SandboxGroup"),
 		empty:      func() *group { return &group{} },
 		copySpec:   func(to, from *group) { to.Spec = from.Spec },
+		spec:       func(o *group) any { return &o.Spec },
 		copyStatus: func(to, from *group) { to.Status = from.Status },
 		specPart:   func(o *group) any { return specPart{&o.ObjectMeta, &o.Spec} },
 		statusPart: func(o *group) any { return statusPart{&o.Status} },
@@ -85,4 +90,31 @@ func (k kind[T]) decode(raw []byte) (T, error) {
 	}
 	object.GetObjectKind().SetGroupVersionKind(k.gvk)
 	return object, nil
+}
+
+// read makes a state of a stored object.
+func (k kind[T]) read(raw []byte) (*state[T], error) {
+	object, err := k.decode(raw)
+	if err != nil {
+		return &state[T]{object: object}, err
+	}
+	s := &state[T]{object: object, raw: raw}
+	plain, err := k.encode(object)
+	if err != nil {
+		return s, err
+	}
+	if bytes.Equal(plain, raw) || patch.Equal(plain, raw) {
+		s.raw, s.plain = plain, true
+	}
+	return s, nil
+}
+
+// specDiffers says whether the specs of two objects are stored differently.
+func (k kind[T]) specDiffers(a, b T) (bool, error) {
+	x, err := json.Marshal(k.spec(a))
+	if err != nil {
+		return false, err
+	}
+	y, err := json.Marshal(k.spec(b))
+	return !bytes.Equal(x, y), err
 }

@@ -2,6 +2,8 @@ package embedded
 
 import (
 	"context"
+	"errors"
+	"log/slog"
 	"strconv"
 	"sync"
 	"sync/atomic"
@@ -22,7 +24,11 @@ type Options struct {
 	Clock clock.PassiveClock
 	// LockTimeout is how long Open waits for another process to let go of the file; 1 s when 0.
 	LockTimeout time.Duration
+	// Logger is told when late writes could not be committed in the background; slog's default when nil.
+	Logger *slog.Logger
 
+	// flushAfter is how long a late write may wait for a commit; the constant of that name when 0.
+	flushAfter time.Duration
 	// fault, when not nil, is asked at each stage of a commit whether that fails there.
 	fault func(stage) error
 	// maxFileBytes bounds the file; 0 for no bound.
@@ -43,6 +49,10 @@ type Store struct {
 	batch  *batch       // gathers writes until the committer takes it; nil when there are none
 	epoch  int64        // the last epoch that was given out
 	broken error        // why no more can be written, or nil
+	closed bool         // wake is closed
+	late   late         // the states that are shown and not durable
+	// reserved is the highest resourceVersion that no later process gives out, as the file says.
+	reserved uint64
 }
 
 var _ store.Store = (*Store)(nil)
@@ -56,6 +66,12 @@ func Open(path string, options Options) (*Store, error) {
 	}
 	if options.LockTimeout == 0 {
 		options.LockTimeout = time.Second
+	}
+	if options.Logger == nil {
+		options.Logger = slog.Default()
+	}
+	if options.flushAfter == 0 {
+		options.flushAfter = flushAfter
 	}
 	s := &Store{options: options, wake: make(chan struct{}, 1), ended: make(chan struct{})}
 	s.sandboxes = newCollection(s, sandboxKind)
@@ -109,26 +125,31 @@ func (s *Store) stageEpoch() (*batch, int64, error) {
 	s.epoch++
 	b.writes = append(b.writes, write{
 		bucket: metaBucket, key: epochKey, value: strconv.AppendInt(nil, s.epoch, 10),
-		committed: func() {},
+		done: func() {},
 	})
 	return b, s.epoch, nil
 }
 
-// Close commits what is staged, ends every Follow and closes the file. Writes fail from then on.
+// Close commits what is not durable, ends every Follow and closes the file. Writes fail from then on. An error
+// says that late writes were lost.
 func (s *Store) Close() error {
 	s.mu.Lock()
-	if s.broken == errClosed {
+	if s.closed {
 		s.mu.Unlock()
 		<-s.ended
 		return nil
 	}
-	s.broken = errClosed
+	if s.broken == nil {
+		s.broken = errClosed
+	}
+	s.late.stop()
+	s.closed = true
 	close(s.wake)
 	s.mu.Unlock()
 	<-s.ended
 	s.sandboxes.hub.Close()
 	s.groups.hub.Close()
-	return s.file.Close()
+	return errors.Join(s.lost(), s.file.Close())
 }
 
 var errClosed error = fault.New(errdefs.ErrUnavailable, store.Unavailable, "the store is closed: the server is stopping")

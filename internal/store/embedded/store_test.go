@@ -3,9 +3,11 @@ package embedded
 import (
 	"encoding/json"
 	"errors"
+	"log/slog"
 	"path/filepath"
 	"sync/atomic"
 	"testing"
+	"time"
 
 	"github.com/flux-sandbox/flux-sandbox/internal/store"
 	"github.com/flux-sandbox/flux-sandbox/internal/store/storetest"
@@ -14,7 +16,7 @@ import (
 func TestConformance(t *testing.T) {
 	storetest.Run(t, func(t *testing.T) storetest.Backend {
 		var countdown atomic.Int64
-		s := open(t, filepath.Join(t.TempDir(), "state.db"), Options{fault: func(at stage) error {
+		s := open(t, filepath.Join(t.TempDir(), "state.db"), Options{flushAfter: never, Logger: slog.New(slog.DiscardHandler), fault: func(at stage) error {
 			if at == written && countdown.Add(-1) == 0 {
 				return errors.New("injected")
 			}
@@ -28,6 +30,9 @@ func TestConformance(t *testing.T) {
 		}
 	})
 }
+
+// never is a time for status to wait for the next commit of something else, or Close.
+const never = time.Hour
 
 // open opens a store that is closed with the test.
 func open(t testing.TB, path string, options Options) *Store {

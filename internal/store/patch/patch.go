@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"encoding/json"
 	"fmt"
+	"reflect"
 	"strings"
 
 	jsonpatch "github.com/evanphx/json-patch/v5"
@@ -137,6 +138,16 @@ func Apply(raw, patch []byte) ([]byte, error) {
 		return nil, fmt.Errorf("apply a JSON patch: %w", err)
 	}
 	return out, nil
+}
+
+// Equal says whether two JSON documents say the same: the order of members does not count, nor members that are null.
+func Equal(a, b []byte) bool {
+	x, err := parse(a)
+	if err != nil {
+		return false
+	}
+	y, err := parse(b)
+	return err == nil && reflect.DeepEqual(x, y)
 }
 
 // tree is the decoded JSON of a typed object.

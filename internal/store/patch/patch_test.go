@@ -284,3 +284,20 @@ func encode(t testing.TB, v any) []byte {
 	}
 	return data
 }
+
+func TestEqual(t *testing.T) {
+	for _, c := range []struct {
+		a, b string
+		want bool
+	}{
+		{`{"a":1,"b":[{"c":null,"d":2}]}`, `{ "b": [{"d":2}], "a": 1 }`, true},
+		{`{"a":1}`, `{"a":1,"b":0}`, false},
+		{`{"a":9007199254740993}`, `{"a":9007199254740992}`, false},
+		{`{"a":[1,2]}`, `{"a":[2,1]}`, false},
+		{`{`, `{`, false},
+	} {
+		if got := Equal([]byte(c.a), []byte(c.b)); got != c.want {
+			t.Errorf("%s and %s: %v", c.a, c.b, got)
+		}
+	}
+}

@@ -245,7 +245,7 @@ func testUpdateSpec[T store.Object](f *fixture[T]) {
 
 	labelled := f.updateSpec(key("a"), func(o T) error {
 		o.SetLabels(map[string]string{"sandbox.flux.io/x": "1"})
-		o.SetAnnotations(map[string]string{"a~b/c": "2"})
+		o.SetAnnotations(map[string]string{"a.b/c": "2"})
 		o.SetFinalizers([]string{"example.com/hold"})
 		return nil
 	})
@@ -253,7 +253,7 @@ func testUpdateSpec[T store.Object](f *fixture[T]) {
 		f.Errorf("a change of metadata gave generation %d, version %s", labelled.GetGeneration(), labelled.GetResourceVersion())
 	}
 	got := f.get(key("a"))
-	if got.GetLabels()["sandbox.flux.io/x"] != "1" || got.GetAnnotations()["a~b/c"] != "2" || len(got.GetFinalizers()) != 1 {
+	if got.GetLabels()["sandbox.flux.io/x"] != "1" || got.GetAnnotations()["a.b/c"] != "2" || len(got.GetFinalizers()) != 1 {
 		f.Errorf("a change of metadata was not kept: %+v", got)
 	}
 	bare := f.updateSpec(key("a"), func(o T) error {

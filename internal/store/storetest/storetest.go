@@ -8,6 +8,7 @@ import (
 	"context"
 	"errors"
 	"iter"
+	"strings"
 	"testing"
 	"time"
 
@@ -23,6 +24,8 @@ type Backend struct {
 	Store store.Store
 	// EditRaw changes the stored JSON of a sandbox, as a build that knows more fields would.
 	EditRaw func(key store.Key, edit func(object map[string]any))
+	// KnownMetadata: the backend itself stores no fields of metadata that it does not know.
+	KnownMetadata bool
 	// Raw returns the stored JSON of a sandbox, decoded.
 	Raw func(key store.Key) map[string]any
 	// FailWrite makes the n-th write from now fail (1 is the next) and no other. nil when the backend
@@ -230,6 +233,11 @@ func (f *fixture[T]) sameState(what string, got, want T) {
 
 func (f *fixture[T]) describe(o T) string {
 	return o.GetName() + " uid=" + string(o.GetUID()) + " version=" + o.GetResourceVersion() + " spec=" + *f.spec(o)
+}
+
+// Namespaces are those of the objects that the suite makes. A backend that knows namespaces has them.
+func Namespaces() []string {
+	return []string{"default", "other", "a", "b", "a-b", "0", strings.Repeat("a", 63)}
 }
 
 func isZero(t metav1.Time) bool { return t.IsZero() }

@@ -33,7 +33,7 @@ func testUnknownFields(t *testing.T, b Backend) {
 		t.Fatal(err)
 	}
 	if _, err := all.UpdateStatus(ctx, key("a"), store.Preconditions{}, func(s *v1alpha1.Sandbox) error {
-		s.Status.Conditions = []metav1.Condition{{Type: "Ready", Status: "True"}}
+		s.Status.Conditions = []metav1.Condition{{Type: "Ready", Status: "True", Reason: "Test", LastTransitionTime: metav1.Now()}}
 		s.Status.Volumes = []v1alpha1.VolumeStatus{{Target: "/m"}, {Target: "/a"}, {Target: "/b"}, {Target: "/c"}}
 		return nil
 	}); err != nil {
@@ -88,6 +88,9 @@ func testUnknownFields(t *testing.T, b Backend) {
 		{"status.conditions", status["conditions"], []any{"kept"}},
 		{"status.volumes", status["volumes"], []any{"kept", "kept", nil, "kept"}},
 	} {
+		if c.what == "metadata" && b.KnownMetadata {
+			continue
+		}
 		if c.want == nil {
 			if c.got.(map[string]any)["future"] != "kept" {
 				t.Errorf("%s has lost its unknown field: %v", c.what, c.got)

@@ -1,0 +1,137 @@
+package node
+
+import (
+	"path/filepath"
+	"strings"
+
+	"github.com/containerd/errdefs"
+	"k8s.io/apimachinery/pkg/util/validation"
+
+	"github.com/flux-sandbox/flux-sandbox/internal/containers"
+	"github.com/flux-sandbox/flux-sandbox/internal/fault"
+	"github.com/flux-sandbox/flux-sandbox/internal/volume/local"
+)
+
+// Config is the part of a configuration file that is about the node. Every field has a default.
+type Config struct {
+	// Node is the node's name in status and logs; the host name when empty.
+	Node string `json:"node,omitempty"`
+	// StateDir has what survives a reboot: images and root filesystems.
+	StateDir string `json:"stateDir,omitempty"`
+	// RunDir has what does not: sockets and the journal. It should be on a tmpfs.
+	RunDir string `json:"runDir,omitempty"`
+	// Containerd says which containerd runs the sandboxes.
+	Containerd ContainerdConfig `json:"containerd,omitempty"`
+	// Sandboxes bounds what each sandbox may use.
+	Sandboxes SandboxConfig `json:"sandboxes,omitempty"`
+	// Volumes says which volumes sandboxes may use.
+	Volumes VolumeConfig `json:"volumes,omitempty"`
+}
+
+// ContainerdConfig says which containerd runs the sandboxes.
+type ContainerdConfig struct {
+	// Address is the socket of a containerd that runs already. When empty, one of our own is started, which
+	// outlives us, with its files in stateDir and runDir.
+	Address string `json:"address,omitempty"`
+	// Binary is the program of the own one; containerd in PATH when empty.
+	Binary string `json:"binary,omitempty"`
+	// Namespace is the containerd namespace of the sandboxes, which belongs to us alone.
+	Namespace string `json:"namespace,omitempty"`
+	// Snapshotter keeps the root filesystems; overlayfs when empty.
+	Snapshotter string `json:"snapshotter,omitempty"`
+	// AllowPull lets a sandbox whose image is not there have it pulled from its registry.
+	AllowPull bool `json:"allowPull,omitempty"`
+	// RegistryConfig is a folder that says how registries are reached, as containerd's config_path does (a folder
+	// per registry host, with a hosts.toml); the registries themselves when empty.
+	RegistryConfig string `json:"registryConfig,omitempty"`
+}
+
+// SandboxConfig bounds what each sandbox may use.
+type SandboxConfig struct {
+	// PidsLimit is the most processes and threads; 1024 when zero.
+	PidsLimit int64 `json:"pidsLimit,omitempty"`
+	// LogMaxSize (bytes; 10 MiB when zero) and LogMaxFiles (3 when zero) bound the log on disk.
+	LogMaxSize  int64 `json:"logMaxSize,omitempty"`
+	LogMaxFiles int   `json:"logMaxFiles,omitempty"`
+	// CgroupParent is the cgroup above those of the sandboxes; /flux-sandbox when empty.
+	CgroupParent string `json:"cgroupParent,omitempty"`
+}
+
+// VolumeConfig says which volumes sandboxes may use.
+type VolumeConfig struct {
+	// Local are the directories whose content may become volumes. Nothing else on the machine can.
+	Local []local.Root `json:"local,omitempty"`
+	// DeniedTargets are paths in sandboxes that no volume may cover, beside the built-in ones.
+	DeniedTargets []string `json:"deniedTargets,omitempty"`
+	// BestEffortLimits accepts a sizeLimit that nothing can enforce, and says so in the status, instead of refusing.
+	BestEffortLimits bool `json:"bestEffortLimits,omitempty"`
+	// PrepareRate (in a second; 1000 when zero) and PrepareBurst (1000) bound how fast sources are prepared.
+	PrepareRate  float64 `json:"prepareRate,omitempty"`
+	PrepareBurst int     `json:"prepareBurst,omitempty"`
+}
+
+// Defaults of Config.
+const (
+	DefaultStateDir = "/var/lib/flux-sandbox"
+	DefaultRunDir   = "/run/flux-sandbox"
+)
+
+// WithDefaults fills in what is not set and checks the rest. hostname gives the default of Node.
+func (c Config) WithDefaults(hostname func() (string, error)) (Config, error) {
+	if c.Node == "" {
+		host, err := hostname()
+		if err != nil {
+			return c, Invalid("node is not set and there is no host name: %w", err)
+		}
+		c.Node = strings.ToLower(host)
+	}
+	if errs := validation.IsDNS1123Subdomain(c.Node); len(errs) > 0 {
+		return c, Invalid("node %q: %s", c.Node, strings.Join(errs, "; "))
+	}
+	if c.StateDir == "" {
+		c.StateDir = DefaultStateDir
+	}
+	if c.RunDir == "" {
+		c.RunDir = DefaultRunDir
+	}
+	for key, dir := range map[string]string{"stateDir": c.StateDir, "runDir": c.RunDir} {
+		if !filepath.IsAbs(dir) || filepath.Clean(dir) != dir || dir == "/" {
+			return c, Invalid("%s %q: must be an absolute, clean path of a directory of its own", key, dir)
+		}
+	}
+	// The roots are checked here too, so that a check of the configuration finds what is wrong with them.
+	if _, err := local.New(c.Volumes.Local, nil); err != nil {
+		return c, Invalid("volumes.local: %w", err)
+	}
+	return c, nil
+}
+
+// Invalid says what is wrong with a configuration.
+func Invalid(format string, args ...any) error {
+	return fault.New(errdefs.ErrInvalidArgument, fault.InvalidRequest, "configuration: "+format, args...)
+}
+
+// Places of the parts below stateDir and runDir.
+func (c Config) sandboxState() string   { return filepath.Join(c.StateDir, "sandboxes") }
+func (c Config) containerdRoot() string { return filepath.Join(c.StateDir, "containerd") }
+func (c Config) containerdRun() string  { return filepath.Join(c.RunDir, "containerd") }
+func (c Config) containersRun() string  { return filepath.Join(c.RunDir, "containers") }
+func (c Config) journal() string        { return filepath.Join(c.RunDir, "journal") }
+
+// Places are the files and folders that a node makes below stateDir and runDir.
+func (c Config) Places() []string {
+	return []string{c.sandboxState(), c.containerdRoot(), c.containerdRun(), c.containersRun(), c.journal()}
+}
+
+// child is the configuration of a containerd of our own.
+func (c Config) child() containers.ChildConfig {
+	return containers.ChildConfig{Binary: c.Containerd.Binary, Root: c.containerdRoot(), State: c.containerdRun(),
+		Cgroup: c.cgroupParent() + "-containerd"}
+}
+
+func (c Config) cgroupParent() string {
+	if c.Sandboxes.CgroupParent != "" {
+		return c.Sandboxes.CgroupParent
+	}
+	return containers.DefaultCgroupParent
+}
