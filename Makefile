@@ -12,15 +12,15 @@ export GOFLAGS := $(strip $(shell go env GOFLAGS) -p=2)
 
 .PHONY: help
 help: ## show this list
-	@sed -nE 's/^([a-z-]+):.*## (.*)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 12
+	@sed -nE 's/^([a-z-]+):.*## (.*)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 14
 
 .PHONY: demo
 demo: setup build ## show what it does, for real, on this machine (root)
 	@hack/clean-run.sh hack/demo.sh
 
 .PHONY: test
-test: setup build ## run all tests: unit, house rules, integration (root), containerd 2.x, crash matrix
-	@hack/clean-run.sh hack/test.sh unit integration containerd2 crash
+test: setup build ## run all tests: unit, house rules, API server, integration (root), containerd 2.x, crash matrix
+	@hack/clean-run.sh hack/test.sh unit apiserver integration containerd2 crash
 
 .PHONY: test-unit
 test-unit: ## run the tests that need nothing of the machine
@@ -49,6 +49,20 @@ build: ## build the binaries into bin/
 	@mkdir -p bin
 	@CGO_ENABLED=0 go build -trimpath -ldflags "$(STAMP)" -o bin/ ./cmd/...
 
+.PHONY: cluster-up
+cluster-up: setup-cluster bin/hack/localcluster ## start a real one-node Kubernetes here, built from source once (root)
+	@kube=$$(hack/localcluster/build.sh) && containerd=$$(hack/containerd/build.sh cri) && \
+		bin/hack/localcluster up -kube $$kube -containerd $$containerd
+
+.PHONY: cluster-down
+cluster-down: bin/hack/localcluster ## take it away, and everything that it left
+	@bin/hack/localcluster down
+
+.PHONY: bin/hack/localcluster
+bin/hack/localcluster:
+	@mkdir -p bin/hack
+	@CGO_ENABLED=0 go build -C hack/localcluster -o ../../$@ .
+
 .PHONY: generate
 generate: setup-lint ## generate code from the protobuf files and the API types
 	@hack/generate.sh
@@ -64,6 +78,10 @@ setup: ## install what this machine lacks (Debian, root); silent if nothing
 .PHONY: setup-lint
 setup-lint:
 	@hack/setup.sh lint
+
+.PHONY: setup-cluster
+setup-cluster:
+	@hack/setup.sh cluster
 
 .PHONY: clean
 clean: ## remove what was built

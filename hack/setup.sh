@@ -3,6 +3,7 @@
 #
 #   hack/setup.sh          for make build, test, demo, bench
 #   hack/setup.sh lint     also for make lint and make generate
+#   hack/setup.sh cluster  also for make cluster-up
 #
 # Packages are installed on Debian and its kin, as root; elsewhere it says what is missing and fails. It starts
 # and stops no service: the project runs a containerd of its own, whatever Debian's package does with its one.
@@ -39,12 +40,19 @@ need e2fsprogs have mkfs.ext4
 need xfsprogs have mkfs.xfs
 need gcc c_compiler # the race detector needs cgo
 case " ${packages[*]-} " in *" gcc "*) packages+=(libc6-dev) ;; esac
-if [ "${1:-}" = lint ]; then
+case "${1:-}" in
+lint)
 	tmp=$(mktemp -d)
 	trap 'rm -rf "$tmp"' EXIT
 	need protobuf-compiler have protoc
 	need libprotobuf-dev well_known_protos
-fi
+	;;
+cluster)
+	need containernetworking-plugins test -x /usr/lib/cni/ptp
+	need nftables have nft
+	need iproute2 have ip
+	;;
+esac
 
 [ ${#packages[@]} -gt 0 ] || exit 0
 

@@ -2,6 +2,7 @@
 # hack/test.sh STAGE… runs stages of tests, and prints the sum of them as its last line: N passed, N failed.
 #
 #   unit          packages that need nothing of the machine, and the house rules; with the race detector
+#   apiserver     packages that need a Kubernetes API server, which is built; with the race detector
 #   integration   packages that need root, the kernel's mounts and containerd; with the race detector
 #   containerd2   internal/containers once more, with containerd 2.x built from source
 #   crash         the crash matrix and whatever else is tested with failpoints; without the race detector
@@ -21,38 +22,54 @@ failed=()
 # Packages whose tests change the machine: one at a time.
 integration_dirs='^(internal/(mount|capacity|containers|agent)|test)(/|$)'
 
-# packages PATTERN: our packages whose path below the module matches.
-packages() { go list -f '{{.ImportPath}}' ./... | sed "s|^$module/||" | grep -E "$1" | sed 's|^|./|'; }
+# packages PATTERN: our packages whose path below the module matches, without those of the stage apiserver.
+packages() { go list -f '{{.ImportPath}}' ./... | sed "s|^$module/||" | grep -E "$1" | sed 's|^|./|' | grep -vxFf <(apiserver_packages); }
 module=$(go list -m) || exit
 
-tests() { # tests NAME GO-TEST-ARGUMENT…
+# Packages whose tests start a Kubernetes API server.
+apiserver_packages() {
+	go list -f '{{.ImportPath}} {{join .TestImports " "}} {{join .XTestImports " "}}' ./... |
+		grep -F "$module/internal/testenv/apiserver" | sed "s| .*||; s|^$module/|./|"
+}
+
+tests() { # tests NAME GO-TEST-ARGUMENT…; in the module in $dir, if it is set
 	local name=$1 start=$SECONDS
 	shift
 	echo "== $name"
-	go test -json -timeout 20m $flags ${TESTFLAGS:-} "$@" 2>&1 | bin/hack/testsummary -tally "$tally"
+	go test ${dir:+-C "$dir"} -json -timeout 20m $flags ${TESTFLAGS:-} "$@" 2>&1 | bin/hack/testsummary -tally "$tally"
 	[ "${PIPESTATUS[*]}" = "0 0" ] || failed+=("$name")
 	echo "== $name: $((SECONDS - start)) s"
 }
 
 stage() {
-	local flags=
+	local flags= dir=
 	case $1 in
 	unit)
 		flags='-race -p 2'
 		tests unit $(packages . | grep -vE "^\./${integration_dirs#^}") ./test/house
+		dir=hack/localcluster tests "unit, localcluster" ./...
+		;;
+	apiserver)
+		local bin
+		if ! bin=$(hack/localcluster/build.sh kube-apiserver etcd); then
+			failed+=("apiserver: no kube-apiserver")
+			return
+		fi
+		flags='-race -p 1 -count=1'
+		FLUX_TEST_KUBE_BIN=$bin tests "API server" $(apiserver_packages)
 		;;
 	integration)
 		flags='-race -p 1 -count=1'
 		tests integration $(packages "$integration_dirs" | grep -vE '^\./test/(house|crash)')
 		;;
 	containerd2)
-		local dir
-		if ! dir=$(hack/containerd/build.sh); then
+		local bin
+		if ! bin=$(hack/containerd/build.sh); then
 			failed+=("containerd2: no containerd")
 			return
 		fi
 		flags='-race -p 1 -count=1'
-		FLUX_TEST_CONTAINERD=$dir/containerd PATH=$dir:$PATH tests "containerd 2.x" ./internal/containers/...
+		FLUX_TEST_CONTAINERD=$bin/containerd PATH=$bin:$PATH tests "containerd 2.x" ./internal/containers/...
 		;;
 	crash)
 		# Packages with test files that are built only with the tag, wherever they are.
