@@ -19,6 +19,13 @@ const DefaultAddress = "unix:///run/flux-sandbox/flux-sandbox.sock"
 // AddressEnv names the environment variable with the server's address.
 const AddressEnv = "FLUX_ADDRESS"
 
+// CAFileEnv, ServerNameEnv and TokenFileEnv name the environment variables with the defaults of the flags of these names.
+const (
+	CAFileEnv     = "FLUX_CA_FILE"
+	ServerNameEnv = "FLUX_SERVER_NAME"
+	TokenFileEnv  = "FLUX_TOKEN_FILE"
+)
+
 // The exit codes.
 const (
 	exitOK     = 0
@@ -41,7 +48,10 @@ type Env struct {
 // app is one run of fluxctl.
 type app struct {
 	Env
-	address   string
+	address string
+	// caFile, serverName and tokenFile are for addresses that begin with tls://.
+	caFile, serverName, tokenFile string
+
 	namespace string
 	output    string
 	timeout   time.Duration
@@ -125,7 +135,10 @@ NAME is a sandbox of the namespace given by -n; namespace/name or a UID will do 
 		address = DefaultAddress
 	}
 	flags := root.PersistentFlags()
-	flags.StringVar(&a.address, "address", address, "the server: unix:///path/of/the.sock")
+	flags.StringVar(&a.address, "address", address, "the server: unix:///path/of/the.sock, or tls://host:port")
+	flags.StringVar(&a.caFile, "ca-file", a.Getenv(CAFileEnv), "with tls://: file with the CAs that the server's certificate must come from (default: this machine's)")
+	flags.StringVar(&a.serverName, "server-name", a.Getenv(ServerNameEnv), "with tls://: the DNS name that the certificate must have (default: the host of --address)")
+	flags.StringVar(&a.tokenFile, "token-file", a.Getenv(TokenFileEnv), "with tls://: file with the token that says who calls, as \"kubectl create token\" prints it")
 	flags.StringVarP(&a.namespace, "namespace", "n", "default", "the namespace of sandboxes")
 	flags.StringVarP(&a.output, "output", "o", outTable, "table, json or yaml")
 	flags.DurationVar(&a.timeout, "timeout", 2*time.Minute, "how long to wait for the server's answer; 0 for no bound")

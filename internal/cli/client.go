@@ -4,17 +4,21 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"net"
+	"os"
 	"regexp"
 	"strings"
 
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/credentials"
 	"google.golang.org/grpc/credentials/insecure"
 	"google.golang.org/grpc/status"
 
 	sandboxv1 "github.com/flux-sandbox/flux-sandbox/api/proto/sandbox/v1"
 	"github.com/flux-sandbox/flux-sandbox/internal/fault"
 	"github.com/flux-sandbox/flux-sandbox/internal/grpcapi/convert"
+	"github.com/flux-sandbox/flux-sandbox/internal/identity"
 )
 
 // server is a connection to the server.
@@ -27,13 +31,9 @@ type server struct {
 
 // connect calls do with a connection. what completes "cannot …" in the error's message.
 func (a *app) connect(what string, do func(server) error) error {
-	// Over a network it will be TLS; a unix socket is guarded by its file's permissions.
-	if !strings.HasPrefix(a.address, "unix:") {
-		return usagef("--address %q: only unix sockets are served by now: write unix:///path/of/the.sock", a.address)
-	}
-	conn, err := grpc.NewClient(a.address, grpc.WithTransportCredentials(insecure.NewCredentials()))
+	conn, err := a.dial()
 	if err != nil {
-		return usagef("--address %q: %v", a.address, err)
+		return err
 	}
 	defer func() { _ = conn.Close() }()
 	err = do(server{
@@ -48,6 +48,43 @@ func (a *app) connect(what string, do func(server) error) error {
 		return err
 	}
 	return &failure{what: what, err: err}
+}
+
+// dial makes the connection. A unix socket is guarded by its file's permissions; over a network there is TLS, and a token
+// says who calls.
+func (a *app) dial() (*grpc.ClientConn, error) {
+	target, options := a.address, []grpc.DialOption{grpc.WithTransportCredentials(insecure.NewCredentials())}
+	if hostPort, network := strings.CutPrefix(a.address, "tls://"); network {
+		host, _, err := net.SplitHostPort(hostPort)
+		if err != nil {
+			return nil, usagef("--address %q: write tls://host:port: %v", a.address, err)
+		}
+		if a.serverName != "" {
+			host = a.serverName
+		}
+		var trust identity.Credentials // the CAs of this machine
+		if a.caFile != "" {
+			trust.Bundle = identity.NewBundleFile(func() ([]byte, error) { return os.ReadFile(a.caFile) }).Bundle
+		}
+		target = "dns:///" + hostPort
+		options = []grpc.DialOption{grpc.WithTransportCredentials(credentials.NewTLS(trust.ServiceClient(host)))}
+		if a.tokenFile != "" {
+			options = append(options, grpc.WithPerRPCCredentials(identity.Bearer(a.token)))
+		}
+	} else if !strings.HasPrefix(a.address, "unix:") {
+		return nil, usagef("--address %q: write unix:///path/of/the.sock or tls://host:port", a.address)
+	}
+	conn, err := grpc.NewClient(target, options...)
+	if err != nil {
+		return nil, usagef("--address %q: %v", a.address, err)
+	}
+	return conn, nil
+}
+
+// token reads the file of --token-file, anew for each call: whoever wrote it may renew it.
+func (a *app) token() (string, error) {
+	data, err := os.ReadFile(a.tokenFile)
+	return strings.TrimSpace(string(data)), err
 }
 
 // bounded is a context with the --timeout, for calls that have an end.
@@ -94,6 +131,8 @@ func (a *app) printError(err error) {
 	switch {
 	case st.Code() == codes.Unavailable && len(st.Details()) == 0 && strings.Contains(st.Message(), "permission denied"):
 		fmt.Fprintf(a.Err, "fluxctl: %sthe socket %s may not be opened by this user: run fluxctl as root, or change the socket's group in the server's configuration\n", what, a.address)
+	case st.Code() == codes.Unavailable && len(st.Details()) == 0 && !strings.HasPrefix(a.address, "unix:"):
+		fmt.Fprintf(a.Err, "fluxctl: %sno connection to %s: %s\n", what, a.address, oneLine(st.Message()))
 	case st.Code() == codes.Unavailable && len(st.Details()) == 0:
 		fmt.Fprintf(a.Err, "fluxctl: %sno server answers at %s: start it with: flux-sandbox (as root); or name another by --address or %s\n", what, a.address, AddressEnv)
 	case st.Code() == codes.DeadlineExceeded && len(st.Details()) == 0:

@@ -52,6 +52,9 @@ type Config struct {
 	PidsLimit int64
 	// AllowPull lets Create pull an image that is not there. Default: only imported images are used.
 	AllowPull bool
+	// RegistryConfig is a folder that says how registries are reached: a folder per registry host (docker.io, _default)
+	// with a hosts.toml or certificates, as containerd's own config_path. Default: every registry by its name.
+	RegistryConfig string
 	// ConnectWait is how long a call waits for a containerd that does not answer (it may be restarting) before it
 	// fails with ErrUnavailable.
 	ConnectWait time.Duration
@@ -77,6 +80,9 @@ func (c Config) withDefaults() (Config, error) {
 	}
 	if err := identifiers.Validate(c.Namespace); err != nil {
 		return c, invalid("containerd namespace %q: %v", c.Namespace, err)
+	}
+	if c.RegistryConfig != "" && !filepath.IsAbs(c.RegistryConfig) {
+		return c, invalid("containers configuration: RegistryConfig is %q: must be an absolute path", c.RegistryConfig)
 	}
 	for _, p := range []struct{ field, path string }{
 		{"Address", c.Address}, {"StateDir", c.StateDir}, {"RunDir", c.RunDir}, {"InitPath", c.InitPath},

@@ -13,6 +13,8 @@ import (
 	containerd "github.com/containerd/containerd/v2/client"
 	"github.com/containerd/containerd/v2/core/content"
 	"github.com/containerd/containerd/v2/core/images"
+	"github.com/containerd/containerd/v2/core/remotes/docker"
+	"github.com/containerd/containerd/v2/core/remotes/docker/config"
 	"github.com/containerd/errdefs"
 	"github.com/containerd/platforms"
 	"github.com/distribution/reference"
@@ -97,7 +99,12 @@ func (r *Runtime) PullImage(ctx context.Context, ref string) (Image, error) {
 	if err != nil {
 		return Image{}, err
 	}
-	image, err := r.client.Pull(r.context(ctx), name, containerd.WithPullUnpack, containerd.WithPullSnapshotter(r.config.Snapshotter))
+	options := []containerd.RemoteOpt{containerd.WithPullUnpack, containerd.WithPullSnapshotter(r.config.Snapshotter)}
+	if dir := r.config.RegistryConfig; dir != "" {
+		hosts := config.ConfigureHosts(ctx, config.HostOptions{HostDir: config.HostDirFromRoot(dir)})
+		options = append(options, containerd.WithResolver(docker.NewResolver(docker.ResolverOptions{Hosts: hosts})))
+	}
+	image, err := r.client.Pull(r.context(ctx), name, options...)
 	if err != nil {
 		return Image{}, errorf(err, "pull image %s", name)
 	}

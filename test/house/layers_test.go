@@ -40,6 +40,7 @@ var layers = []layer{
 	{dir: "api", never: clients},
 
 	// One floor up: each knows the kernel or the API, none knows another but where it must.
+	{dir: "internal/identity", may: leaves, never: clients},
 	{dir: "internal/containers", may: slices.Concat(leaves, []string{"internal/mount", "internal/capacity"}), never: kubernetesClients},
 	{dir: "internal/volume", may: slices.Concat(leaves, []string{"internal/mount", "internal/capacity"}), never: clients},
 	{dir: "internal/store", may: leaves, never: clients},
@@ -52,25 +53,35 @@ var layers = []layer{
 	{dir: "internal/grpcapi/convert", may: leaves, never: clients},
 	{dir: "internal/grpcapi", may: slices.Concat(leaves, []string{"internal/store", "internal/volume", "internal/grpcapi/convert"}), never: clients},
 	{dir: "internal/httpapi", may: slices.Concat(leaves, []string{"internal/store", "internal/volume"}), never: clients},
-	{dir: "internal/kube", may: slices.Concat(leaves, []string{"internal/store", "internal/store/kube", "internal/volume", "internal/scheduler"}), never: containerdClient},
+	{dir: "internal/kube", may: slices.Concat(leaves, []string{"internal/identity", "internal/store", "internal/store/kube", "internal/volume", "internal/scheduler"}), never: containerdClient},
+	// Answers a question of grpcapi's.
+	{dir: "internal/kube/callers", may: slices.Concat(leaves, []string{"internal/grpcapi", "internal/kube"}), never: containerdClient},
+	// What every server shows of itself.
+	{dir: "internal/observability", may: leaves, never: clients},
+	// A node, of a cluster or of its own.
+	{dir: "internal/node", may: slices.Concat(leaves, []string{"internal/agent", "internal/mount", "internal/containers", "internal/volume"}), never: kubernetesClients},
 	{dir: "internal/csidriver", may: slices.Concat(leaves, []string{"internal/mount", "internal/capacity"}), never: clients},
 
 	// What people use. doctor asks the kernel itself.
 	{dir: "client", may: []string{"api"}, never: clients},
-	{dir: "internal/cli", may: slices.Concat(leaves, []string{"client", "internal/grpcapi/convert", "internal/mount", "internal/capacity", "internal/volume"}), never: clients},
+	{dir: "internal/cli", may: slices.Concat(leaves, []string{"client", "internal/grpcapi/convert", "internal/identity", "internal/mount", "internal/capacity", "internal/volume"}), never: clients},
 
 	// Development programs, which must build when nothing else does.
 	{dir: "hack", only: []string{}},
+	{dir: "hack/crds", only: []string{"sigs.k8s.io/yaml"}},
+	{dir: "hack/image", only: []string{"github.com/google/go-containerregistry"}},
 	{dir: "hack/demoimage", may: []string{"internal/testimage"}, never: clients},
 
 	// Help for tests. testimage makes the image that sandboxes run in tests and in the demo.
 	{dir: "internal/testenv", only: []string{}},
+	{dir: "internal/testenv/manifests", never: containerdClient},
+	{dir: "internal/testenv/apiserver", may: []string{"internal/testenv"}, never: containerdClient},
 	{dir: "internal/testimage", may: []string{"internal/testenv"}, never: clients},
 }
 
 // anything are the parts that put the others together. They may import every layer, and nothing but
 // themselves imports them.
-var anything = []string{"cmd", "test", "internal/standalone"}
+var anything = []string{"cmd", "test", "internal/standalone", "internal/clusteragent", "internal/clustercontroller"}
 
 // testSupport may be imported by every test, mount's and capacity's too; otherwise by test and hack alone.
 var testSupport = []string{"internal/testenv", "internal/testimage"}

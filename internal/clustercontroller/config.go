@@ -1,0 +1,91 @@
+package clustercontroller
+
+import (
+	"net"
+	"time"
+
+	"github.com/containerd/errdefs"
+	"k8s.io/apimachinery/pkg/types"
+
+	"github.com/flux-sandbox/flux-sandbox/internal/fault"
+	"github.com/flux-sandbox/flux-sandbox/internal/observability"
+)
+
+// Config is what the controller is told by its flags.
+type Config struct {
+	// Kubeconfig is the file that says how the API server is reached; the Pod's own ServiceAccount when empty.
+	Kubeconfig string
+	// Namespace is the controller's own: its Lease, its CA and the agents' Service are there.
+	Namespace string
+	// Identity names this replica: its Pod's name.
+	Identity string
+	// Listen is the TCP address of the gRPC API, CertificateListen that of the service that signs agents' certificates,
+	// MetricsListen that of /metrics, /healthz and /readyz.
+	Listen, CertificateListen, MetricsListen string
+	// Names are the DNS names by which the gRPC services are called.
+	Names []string
+	// AgentService is the Service whose endpoints are the agents, AgentServiceAccount the agents' ServiceAccount.
+	AgentService, AgentServiceAccount string
+	// Lease is the name of the leaders' Lease; its times are the defaults of package leader when zero.
+	Lease                                     string
+	LeaseDuration, RenewDeadline, RetryPeriod time.Duration
+	// Audience is what callers' tokens must be for; that of package callers when empty. APIServerTokens accepts those that
+	// are for the API server itself, too.
+	Audience        string
+	APIServerTokens bool
+	// QPS and Burst bound the calls to the API server; the defaults when zero.
+	QPS   float32
+	Burst int
+	// Log says how to log.
+	Log observability.LogConfig
+}
+
+// The defaults of Config.
+const (
+	DefaultListen            = ":9443"
+	DefaultCertificateListen = ":9444"
+	DefaultMetricsListen     = ":9464"
+	DefaultAgentService      = "flux-sandbox-agent"
+	DefaultServiceAccount    = "flux-sandbox-agent"
+	DefaultLease             = "flux-sandbox-controller"
+	// DefaultQPS and DefaultBurst are no limit in practice: the API server's own priority and fairness is the one that
+	// knows what it can take.
+	DefaultQPS   = 1000
+	DefaultBurst = 2000
+)
+
+func (c Config) withDefaults() (Config, error) {
+	for field, value := range map[string]string{"namespace": c.Namespace, "identity": c.Identity} {
+		if value == "" {
+			return c, fault.New(errdefs.ErrInvalidArgument, fault.InvalidRequest, "%s is not set: in a Pod it comes from the downward API", field)
+		}
+	}
+	set(&c.Listen, DefaultListen)
+	set(&c.CertificateListen, DefaultCertificateListen)
+	set(&c.MetricsListen, DefaultMetricsListen)
+	set(&c.AgentService, DefaultAgentService)
+	set(&c.AgentServiceAccount, DefaultServiceAccount)
+	set(&c.Lease, DefaultLease)
+	set(&c.QPS, DefaultQPS)
+	set(&c.Burst, DefaultBurst)
+	for field, address := range map[string]string{"listen": c.Listen, "certificate-listen": c.CertificateListen, "metrics-listen": c.MetricsListen} {
+		if _, _, err := net.SplitHostPort(address); err != nil {
+			return c, fault.New(errdefs.ErrInvalidArgument, fault.InvalidRequest, "%s %q: must be host:port: %w", field, address, err)
+		}
+	}
+	if len(c.Names) == 0 {
+		c.Names = []string{"flux-sandbox-controller." + c.Namespace + ".svc", "flux-sandbox-controller." + c.Namespace, "localhost"}
+	}
+	return c, nil
+}
+
+func set[T comparable](field *T, value T) {
+	var zero T
+	if *field == zero {
+		*field = value
+	}
+}
+
+func (c Config) lease() types.NamespacedName {
+	return types.NamespacedName{Namespace: c.Namespace, Name: c.Lease}
+}

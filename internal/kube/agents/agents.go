@@ -1,0 +1,363 @@
+package agents
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"iter"
+	"log/slog"
+	"maps"
+	"net"
+	"strconv"
+	"sync"
+	"time"
+
+	"github.com/containerd/errdefs"
+	"google.golang.org/grpc"
+	"google.golang.org/grpc/credentials"
+	"google.golang.org/grpc/keepalive"
+	discoveryv1 "k8s.io/api/discovery/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/client-go/informers"
+	"k8s.io/client-go/kubernetes"
+	"k8s.io/client-go/tools/cache"
+
+	agentv1 "github.com/flux-sandbox/flux-sandbox/api/proto/agent/v1"
+	"github.com/flux-sandbox/flux-sandbox/internal/fault"
+	"github.com/flux-sandbox/flux-sandbox/internal/scheduler"
+)
+
+// Config says where the agents are.
+type Config struct {
+	Client kubernetes.Interface
+	// Namespace and Service name the Service whose endpoints are the agents.
+	Namespace, Service string
+	// Credentials are those of a connection to a node's agent. They must refuse an agent of another node.
+	Credentials func(node string) credentials.TransportCredentials
+	// Log is slog's default when nil.
+	Log *slog.Logger
+}
+
+// Agents are the agents of a cluster. Start it once.
+type Agents struct {
+	config Config
+	slices cache.SharedIndexInformer
+	nodes  cache.SharedIndexInformer
+	synced chan struct{}
+
+	mu        sync.Mutex // guards the fields below
+	known     map[string]*peer
+	followers map[*follower]struct{}
+}
+
+// peer is what is known of one node.
+type peer struct {
+	node    *nodeFacts // nil until its Node is seen
+	address string     // empty until an endpoint is seen
+	conn    *grpc.ClientConn
+	client  agentv1.AgentServiceClient
+}
+
+// keepAlive finds a connection whose other side is gone within 15 s: an inventory stream has no other way to notice. The
+// agents' server allows such pings (agent.NewServer).
+var keepAlive = keepalive.ClientParameters{Time: agentv1.KeepAlive, Timeout: 5 * time.Second, PermitWithoutStream: true}
+
+// New makes Agents.
+func New(config Config) (*Agents, error) {
+	if config.Client == nil || config.Service == "" || config.Credentials == nil {
+		return nil, errors.New("agents: a client, a service and credentials are required")
+	}
+	if config.Log == nil {
+		config.Log = slog.Default()
+	}
+	ofService := informers.NewSharedInformerFactoryWithOptions(config.Client, 0, informers.WithNamespace(config.Namespace),
+		informers.WithTweakListOptions(func(o *metav1.ListOptions) {
+			o.LabelSelector = discoveryv1.LabelServiceName + "=" + config.Service
+		}))
+	all := informers.NewSharedInformerFactory(config.Client, 0)
+	a := &Agents{
+		config:    config,
+		slices:    ofService.Discovery().V1().EndpointSlices().Informer(),
+		nodes:     all.Core().V1().Nodes().Informer(),
+		synced:    make(chan struct{}),
+		known:     map[string]*peer{},
+		followers: map[*follower]struct{}{},
+	}
+	if err := a.nodes.SetTransform(strip); err != nil {
+		return nil, fmt.Errorf("agents: %w", err)
+	}
+	return a, nil
+}
+
+// Run follows the cluster until ctx ends, and closes the connections then.
+func (a *Agents) Run(ctx context.Context) error {
+	nodes, err := a.nodes.AddEventHandler(cache.ResourceEventHandlerFuncs{
+		AddFunc:    func(o any) { a.putNode(o) },
+		UpdateFunc: func(_, o any) { a.putNode(o) },
+		DeleteFunc: a.deleteNode,
+	})
+	if err != nil {
+		return fmt.Errorf("follow the nodes: %w", err)
+	}
+	slices, err := a.slices.AddEventHandler(cache.ResourceEventHandlerFuncs{
+		AddFunc:    func(o any) { a.putSlice(o) },
+		UpdateFunc: func(_, o any) { a.putSlice(o) },
+	})
+	if err != nil {
+		return fmt.Errorf("follow the agents' endpoints: %w", err)
+	}
+	var informers sync.WaitGroup
+	informers.Go(func() { a.nodes.RunWithContext(ctx) })
+	informers.Go(func() { a.slices.RunWithContext(ctx) })
+	if cache.WaitForCacheSync(ctx.Done(), nodes.HasSynced, slices.HasSynced) {
+		close(a.synced)
+		a.notifySynced()
+	}
+	<-ctx.Done()
+	informers.Wait()
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	for _, p := range a.known {
+		p.hangUp()
+	}
+	return nil
+}
+
+// Synced is closed when every agent that existed at first is known.
+func (a *Agents) Synced() <-chan struct{} { return a.synced }
+
+// Client is the client of a node's agent. Errors: ErrUnavailable, reason NO_AGENT.
+func (a *Agents) Client(node string) (agentv1.AgentServiceClient, error) {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	if node == "" && len(a.known) == 1 {
+		for node = range a.known {
+		}
+	}
+	if p := a.known[node]; p != nil && p.client != nil {
+		return p.client, nil
+	}
+	if node == "" {
+		return nil, fault.New(errdefs.ErrInvalidArgument, fault.InvalidRequest, "name a node: there are %d agents", len(a.known))
+	}
+	return nil, fault.New(errdefs.ErrUnavailable, fault.NoAgent,
+		"node %s has no agent: is a Pod of the agents' DaemonSet running and ready there?", node)
+}
+
+// Dead implements scheduler.Agents: the Node is deleted, or declared out of service.
+func (a *Agents) Dead(node string) bool {
+	select {
+	case <-a.synced:
+	default:
+		return false
+	}
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	return a.known[node].dead()
+}
+
+// dead is Dead once all Nodes are known. An endpoint without a Node is what a deleted Node leaves behind for a moment.
+func (p *peer) dead() bool { return p == nil || p.node == nil || p.node.OutOfService }
+
+func (a *Agents) putNode(o any) {
+	facts, ok := o.(*nodeFacts)
+	if !ok {
+		return
+	}
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	p := a.peer(facts.Name)
+	if p.node.same(facts) {
+		return
+	}
+	p.node = facts
+	a.changed(facts.Name)
+}
+
+func (a *Agents) deleteNode(o any) {
+	if gone, ok := o.(cache.DeletedFinalStateUnknown); ok {
+		o = gone.Obj
+	}
+	facts, ok := o.(*nodeFacts)
+	if !ok {
+		return
+	}
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	if p := a.known[facts.Name]; p != nil {
+		p.hangUp()
+		delete(a.known, facts.Name)
+	}
+	a.config.Log.Warn("a node was deleted", "node", facts.Name)
+	a.changed(facts.Name)
+}
+
+// putSlice takes over the addresses of a slice. An endpoint that is not ready keeps the address that it has: the agent is
+// asked all the same, as it may serve in a moment.
+func (a *Agents) putSlice(o any) {
+	slice, ok := o.(*discoveryv1.EndpointSlice)
+	if !ok || len(slice.Ports) == 0 || slice.Ports[0].Port == nil {
+		return
+	}
+	port := strconv.Itoa(int(*slice.Ports[0].Port))
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	for _, e := range slice.Endpoints {
+		if e.NodeName == nil || len(e.Addresses) == 0 {
+			continue
+		}
+		// While a Pod is replaced there are two, and the old one is on its way out.
+		if e.Conditions.Terminating != nil && *e.Conditions.Terminating {
+			continue
+		}
+		address := net.JoinHostPort(e.Addresses[0], port)
+		p := a.peer(*e.NodeName)
+		if p.address == address && p.conn != nil {
+			continue
+		}
+		if err := a.dial(p, *e.NodeName, address); err != nil {
+			a.config.Log.Error("cannot make a connection to an agent", "node", *e.NodeName, "address", address, "error", err)
+			continue
+		}
+		a.changed(*e.NodeName)
+	}
+}
+
+// peer is what is known of a node, made if there is nothing. The caller holds mu.
+func (a *Agents) peer(node string) *peer {
+	if a.known[node] == nil {
+		a.known[node] = &peer{}
+	}
+	return a.known[node]
+}
+
+// dial replaces the connection to a node's agent. It comes up by itself, and again when it breaks.
+func (a *Agents) dial(p *peer, node, address string) error {
+	conn, err := grpc.NewClient("passthrough:///"+address,
+		grpc.WithTransportCredentials(a.config.Credentials(node)),
+		grpc.WithKeepaliveParams(keepAlive),
+		grpc.WithStaticStreamWindowSize(agentv1.Window), grpc.WithStaticConnWindowSize(agentv1.Window))
+	if err != nil {
+		return err
+	}
+	p.hangUp()
+	p.address, p.conn, p.client = address, conn, agentv1.NewAgentServiceClient(conn)
+	return nil
+}
+
+func (p *peer) hangUp() {
+	if p.conn != nil {
+		_ = p.conn.Close() // commands in flight fail as Unavailable, and are repeated
+		p.conn, p.client = nil, nil
+	}
+}
+
+// Follow implements scheduler.Agents.
+func (a *Agents) Follow(ctx context.Context) iter.Seq[scheduler.AgentEvent] {
+	return func(yield func(scheduler.AgentEvent) bool) {
+		f := &follower{signal: make(chan struct{}, 1), pending: map[string]struct{}{}, told: map[string]told{}}
+		a.mu.Lock()
+		for node := range a.known {
+			f.pending[node] = struct{}{}
+		}
+		f.notify()
+		a.followers[f] = struct{}{}
+		a.mu.Unlock()
+		defer func() {
+			a.mu.Lock()
+			delete(a.followers, f)
+			a.mu.Unlock()
+		}()
+		for {
+			select {
+			case <-ctx.Done():
+				return
+			case <-f.signal:
+			}
+			for _, e := range a.take(f) {
+				if !yield(e) {
+					return
+				}
+			}
+		}
+	}
+}
+
+// follower is one Follow. Its fields are guarded by the mutex of Agents, but told, which is its own.
+type follower struct {
+	signal  chan struct{}
+	pending map[string]struct{}
+	synced  bool
+	told    map[string]told
+}
+
+// told is what a follower was told last of a node.
+type told struct{ agent, dead bool }
+
+func (f *follower) notify() {
+	select {
+	case f.signal <- struct{}{}:
+	default:
+	}
+}
+
+// changed has every follower look at a node. The caller holds mu.
+func (a *Agents) changed(node string) {
+	for f := range a.followers {
+		f.pending[node] = struct{}{}
+		f.notify()
+	}
+}
+
+func (a *Agents) notifySynced() {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	for f := range a.followers {
+		f.notify()
+	}
+}
+
+// take makes events of what changed since the last time.
+func (a *Agents) take(f *follower) []scheduler.AgentEvent {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	// Before the nodes are looked at: what came before is among them.
+	synced := false
+	select {
+	case <-a.synced:
+		synced = true
+	default:
+	}
+	var events []scheduler.AgentEvent
+	for node := range maps.Keys(f.pending) {
+		events = append(events, a.eventsOf(f, node)...)
+	}
+	clear(f.pending)
+	if synced && !f.synced {
+		f.synced = true
+		events = append(events, scheduler.AgentEvent{Type: scheduler.AgentsSynced})
+	}
+	return events
+}
+
+// eventsOf are what a follower has to be told of one node.
+func (a *Agents) eventsOf(f *follower, node string) []scheduler.AgentEvent {
+	var events []scheduler.AgentEvent
+	before, p := f.told[node], a.known[node]
+	now := told{dead: p.dead()}
+	now.agent = !now.dead && p.client != nil
+	about := scheduler.Agent{Node: node}
+	if now.agent {
+		about = scheduler.Agent{Node: node, Labels: p.node.Labels, Capacity: p.node.Capacity, Client: p.client}
+		events = append(events, scheduler.AgentEvent{Type: scheduler.AgentAdded, Agent: about})
+	} else if before.agent {
+		events = append(events, scheduler.AgentEvent{Type: scheduler.AgentRemoved, Agent: about})
+	}
+	if now.dead && !before.dead {
+		events = append(events, scheduler.AgentEvent{Type: scheduler.NodeDied, Agent: about})
+	}
+	if f.told[node] = now; p == nil {
+		delete(f.told, node)
+	}
+	return events
+}

@@ -1,0 +1,47 @@
+// Package events tells what happens to sandboxes as Events of the API server.
+//
+// They are off the path of every operation: an Event is queued, sent in the background, and dropped when the API server
+// cannot take it. Equal ones within ten minutes are counted in one object, and one sandbox cannot flood the others
+// (client-go's correlator).
+package events
+
+import (
+	corev1 "k8s.io/api/core/v1"
+	"k8s.io/apimachinery/pkg/runtime"
+	"k8s.io/client-go/kubernetes"
+	typedv1 "k8s.io/client-go/kubernetes/typed/core/v1"
+	"k8s.io/client-go/tools/record"
+
+	"github.com/flux-sandbox/flux-sandbox/api/sandbox/v1alpha1"
+)
+
+// Recorder is a scheduler.EventRecorder.
+type Recorder struct {
+	broadcaster record.EventBroadcaster
+	recorder    record.EventRecorder
+}
+
+// NewRecorder begins to send Events in the name of a component. Close ends it.
+func NewRecorder(client kubernetes.Interface, component string) (*Recorder, error) {
+	scheme := runtime.NewScheme()
+	if err := v1alpha1.AddToScheme(scheme); err != nil {
+		return nil, err
+	}
+	b := record.NewBroadcaster()
+	b.StartRecordingToSink(&typedv1.EventSinkImpl{Interface: client.CoreV1().Events("")})
+	return &Recorder{broadcaster: b, recorder: b.NewRecorder(scheme, corev1.EventSource{Component: component})}, nil
+}
+
+// maxMessage is the most bytes of an Event's message that the API server takes (validation of core/v1 Events).
+const maxMessage = 1024
+
+// Event implements scheduler.EventRecorder.
+func (r *Recorder) Event(sandbox *v1alpha1.Sandbox, eventType, reason, message string) {
+	if len(message) > maxMessage {
+		message = message[:maxMessage-3] + "..."
+	}
+	r.recorder.Event(sandbox, eventType, reason, message)
+}
+
+// Close ends the sending. What is still queued is lost.
+func (r *Recorder) Close() { r.broadcaster.Shutdown() }
