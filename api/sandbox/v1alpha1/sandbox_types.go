@@ -3,6 +3,7 @@ package v1alpha1
 import (
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/types"
 )
 
 const (
@@ -30,48 +31,126 @@ const (
 
 // EnvVar is an environment variable of the sandbox's process.
 type EnvVar struct {
-	Name  string `json:"name"`
+	// Name of the variable.
+	// +kubebuilder:validation:MinLength=1
+	// +kubebuilder:validation:MaxLength=256
+	// +kubebuilder:validation:XValidation:rule=`!self.matches('[=\\p{Cc}\\p{Z}]')`,message="the name of an environment variable must not have spaces, control characters or ="
+	Name string `json:"name"`
+	// Value of the variable; empty when left out.
+	// +optional
 	Value string `json:"value,omitempty"`
 }
 
-// SandboxSpec is what is wished of a sandbox.
-type SandboxSpec struct {
-	// Group is the SandboxGroup whose capacity and policy the sandbox uses; "default" when empty.
-	// +optional
-	Group string `json:"group,omitempty"`
-	// SubGroup is the part of the group; the group's first when empty.
-	// +optional
-	SubGroup string `json:"subGroup,omitempty"`
-	// TenantID is the owner of the sandbox and of its data ([a-z0-9-], at most 63). Immutable.
+// Image is the reference of a container image.
+//
+// +kubebuilder:validation:MaxLength=1024
+// +kubebuilder:validation:XValidation:rule=`self.matches('^([a-zA-Z0-9][a-zA-Z0-9._/:@+-]*)?$')`,messageExpression=`'the image "' + self + '" is not valid: write a reference such as docker.io/library/busybox:latest'`
+type Image = string
+
+// GroupPart is the name of a SandboxGroup or of a part of one: a DNS label.
+//
+// +kubebuilder:validation:MaxLength=63
+// +kubebuilder:validation:XValidation:rule=`self.matches('^([a-z0-9]([-a-z0-9]*[a-z0-9])?)?$')`,message="the name is not valid: write lower-case letters, digits and -"
+type GroupPart = string
+
+// PodReference names a Pod that somebody else owns, in the Sandbox's namespace.
+//
+// +kubebuilder:validation:XValidation:rule=`self.name == oldSelf.name && (has(self.container) ? self.container : '') == (has(oldSelf.container) ? oldSelf.container : '') && (!has(oldSelf.uid) || oldSelf.uid == '' || has(self.uid) && self.uid == oldSelf.uid)`,message="podRef cannot be changed, as the sandbox is that Pod: create another Sandbox for another Pod",reason=FieldValueForbidden
+type PodReference struct {
+	// Name of the Pod.
+	// +kubebuilder:validation:MinLength=1
+	// +kubebuilder:validation:MaxLength=253
+	Name string `json:"name"`
+	// UID of the Pod that is meant. When it is left out, the Pod that has the name when the Sandbox is first seen is
+	// meant, and its UID is filled in. A successor of the same name is not followed.
+	// +kubebuilder:validation:Type=string
 	// +kubebuilder:validation:MaxLength=63
 	// +optional
-	TenantID string `json:"tenantId,omitempty"`
-	// Image is the container image; the sub-group's template's when empty.
+	UID types.UID `json:"uid,omitempty"`
+	// Container gets the volumes; the Pod's first when empty.
+	// +kubebuilder:validation:MaxLength=63
 	// +optional
-	Image string `json:"image,omitempty"`
-	// Command replaces the image's entrypoint, Args its arguments.
+	Container string `json:"container,omitempty"`
+}
+
+// SandboxSpec is what is wished of a sandbox. It is run by a container of its own (image, command, … or nothing of
+// these: the group's template), by a Pod made from template, or by the Pod of podRef. While it lives, dynamicVolumes,
+// shutdownTime and paused can be changed.
+//
+// That no volume lies in another is checked by an admission policy (config/admission/targets.yaml): a rule here would
+// compare all with all at every write, those of the status too.
+//
+// +kubebuilder:validation:XValidation:rule=`!(has(self.template) && has(self.podRef))`,message="a sandbox is made from template or is the Pod of podRef, not both: leave one out",reason=FieldValueForbidden
+// +kubebuilder:validation:XValidation:rule=`!has(self.template) && !has(self.podRef) || !(has(self.image) && self.image != '' || has(self.command) && size(self.command) > 0 || has(self.args) && size(self.args) > 0 || has(self.env) && size(self.env) > 0 || has(self.workingDir) && self.workingDir != '' || has(self.restartPolicy) && self.restartPolicy != '' || has(self.resources) && (has(self.resources.limits) || has(self.resources.requests)))`,message="image, command, args, env, workingDir, resources and restartPolicy are of a sandbox with a container of its own: with template or podRef leave them out",reason=FieldValueForbidden
+// +kubebuilder:validation:XValidation:rule=`!has(self.podRef) || !has(self.paused) || !self.paused`,message="a sandbox with podRef cannot be paused, as its Pod belongs to somebody else: stop the Pod instead",fieldPath=.paused,reason=FieldValueForbidden
+// +kubebuilder:validation:XValidation:rule=`!has(self.tenantId) || self.tenantId == '' || !has(self.dynamicVolumes) || self.dynamicVolumes.all(v, !has(v.tenantId) || v.tenantId in ['', self.tenantId])`,messageExpression=`'a volume is of another tenant than the sandbox, which is of tenant "' + self.tenantId + '": a sandbox uses its own tenant\'s volumes only'`,fieldPath=.dynamicVolumes,reason=FieldValueForbidden
+// +kubebuilder:validation:XValidation:rule=`has(self.tenantId) && self.tenantId != '' || !has(self.dynamicVolumes) || self.dynamicVolumes.all(a, !has(a.tenantId) || a.tenantId == '' || self.dynamicVolumes.all(b, !has(b.tenantId) || b.tenantId in ['', a.tenantId]))`,message="the volumes are of different tenants: a sandbox uses its own tenant's volumes only",fieldPath=.dynamicVolumes,reason=FieldValueForbidden
+// +kubebuilder:validation:XValidation:rule=`!has(oldSelf.tenantId) || oldSelf.tenantId == '' || has(self.tenantId) && self.tenantId == oldSelf.tenantId`,message="tenantId cannot be changed: delete the sandbox and create another",fieldPath=.tenantId,reason=FieldValueForbidden
+// +kubebuilder:validation:XValidation:rule=`(has(self.group) ? self.group : '') == (has(oldSelf.group) ? oldSelf.group : '') && (has(self.subGroup) ? self.subGroup : '') == (has(oldSelf.subGroup) ? oldSelf.subGroup : '')`,message="group and subGroup cannot be changed: delete the sandbox and create another",reason=FieldValueForbidden
+// +kubebuilder:validation:XValidation:rule=`(has(self.image) ? self.image : '') == (has(oldSelf.image) ? oldSelf.image : '')`,message="image cannot be changed, as the container is made of it: delete the sandbox and create another",fieldPath=.image,reason=FieldValueForbidden
+// +kubebuilder:validation:XValidation:rule=`(has(self.command) ? self.command : []) == (has(oldSelf.command) ? oldSelf.command : []) && (has(self.args) ? self.args : []) == (has(oldSelf.args) ? oldSelf.args : []) && (has(self.env) ? self.env : []) == (has(oldSelf.env) ? oldSelf.env : []) && (has(self.workingDir) ? self.workingDir : '') == (has(oldSelf.workingDir) ? oldSelf.workingDir : '') && (has(self.restartPolicy) ? self.restartPolicy : '') == (has(oldSelf.restartPolicy) ? oldSelf.restartPolicy : '')`,message="command, args, env, workingDir and restartPolicy cannot be changed, as the container is made of them: delete the sandbox and create another",reason=FieldValueForbidden
+// +kubebuilder:validation:XValidation:rule=`(has(self.resources) && has(self.resources.limits) ? self.resources.limits : {}) == (has(oldSelf.resources) && has(oldSelf.resources.limits) ? oldSelf.resources.limits : {}) && (has(self.resources) && has(self.resources.requests) ? self.resources.requests : {}) == (has(oldSelf.resources) && has(oldSelf.resources.requests) ? oldSelf.resources.requests : {})`,message="resources cannot be changed, as the container is made with them: delete the sandbox and create another",fieldPath=.resources,reason=FieldValueForbidden
+// +kubebuilder:validation:XValidation:rule=`(has(self.volumeMounts) ? self.volumeMounts : []) == (has(oldSelf.volumeMounts) ? oldSelf.volumeMounts : [])`,message="volumeMounts cannot be changed, as static volumes live as long as the sandbox: use dynamicVolumes",fieldPath=.volumeMounts,reason=FieldValueForbidden
+// +kubebuilder:validation:XValidation:rule=`has(self.template) == has(oldSelf.template) && (!has(self.template) || self.template == oldSelf.template)`,message="template cannot be changed, as the Pod is made from it: delete the sandbox and create another",fieldPath=.template,reason=FieldValueForbidden
+// +kubebuilder:validation:XValidation:rule=`has(self.podRef) == has(oldSelf.podRef)`,message="podRef cannot be added or removed: delete the sandbox and create another",fieldPath=.podRef,reason=FieldValueForbidden
+type SandboxSpec struct {
+	// Group is the SandboxGroup whose capacity and policy the sandbox uses; "default" when empty. Immutable.
+	// +kubebuilder:default=default
+	// +optional
+	Group GroupPart `json:"group,omitempty"`
+	// SubGroup is the part of the group; the group's first when empty. Immutable.
+	// +optional
+	SubGroup GroupPart `json:"subGroup,omitempty"`
+	// TenantID is the owner of the sandbox and of its data. In a Namespace with the label sandbox.flux.io/tenant-id it is
+	// that tenant, also when it is left out. Immutable once it is set.
+	// +optional
+	TenantID TenantID `json:"tenantId,omitempty"`
+	// Image is the container image; the sub-group's template's when empty. Immutable.
+	// +optional
+	Image Image `json:"image,omitempty"`
+	// Command replaces the image's entrypoint, Args its arguments. Immutable.
+	// +kubebuilder:validation:MaxItems=4096
 	// +optional
 	Command []string `json:"command,omitempty"`
+	// Args are the arguments. Immutable.
+	// +kubebuilder:validation:MaxItems=4096
 	// +optional
 	Args []string `json:"args,omitempty"`
+	// Env is the environment of the process, added to the image's. Immutable.
+	// +listType=map
+	// +listMapKey=name
+	// +kubebuilder:validation:MaxItems=1024
 	// +optional
 	Env []EnvVar `json:"env,omitempty"`
-	// WorkingDir is the process' working directory; the image's when empty.
+	// WorkingDir is the process' working directory; the image's when empty. Immutable.
+	// +kubebuilder:validation:MaxLength=4095
+	// +kubebuilder:validation:XValidation:rule=`self in ['', '/'] || self.matches('^(/[^/\\p{Cc}]+)+$') && !self.matches('/[.]{1,2}(/|$)')`,message="the working directory is not valid: write a clean absolute path such as /work"
 	// +optional
 	WorkingDir string `json:"workingDir,omitempty"`
-	// Resources bounds CPU and memory by limits (cpu, memory) and is accounted by requests.
+	// Resources bounds CPU and memory by limits (cpu, memory) and is accounted by requests. Immutable.
+	// +kubebuilder:validation:XValidation:rule=`(!has(self.limits) || size(self.limits) == ('cpu' in self.limits ? 1 : 0) + ('memory' in self.limits ? 1 : 0)) && (!has(self.requests) || size(self.requests) == ('cpu' in self.requests ? 1 : 0) + ('memory' in self.requests ? 1 : 0))`,message="only cpu and memory can be set in limits and requests"
 	// +optional
 	Resources corev1.ResourceRequirements `json:"resources,omitempty"`
-	// RestartPolicy is Always, OnFailure or Never; Always when empty.
+	// RestartPolicy is Always, OnFailure or Never; Always when empty. Immutable.
+	// +kubebuilder:validation:MaxLength=63
+	// +kubebuilder:validation:XValidation:rule=`self in ['', 'Always', 'OnFailure', 'Never']`,messageExpression=`'restartPolicy "' + self + '" is not valid: write Always, OnFailure or Never'`
 	// +optional
 	RestartPolicy RestartPolicy `json:"restartPolicy,omitempty"`
-	// VolumeMounts are the static volumes: bound at creation, they live as long as the sandbox.
+	// Template makes the sandbox a Pod of its own name, owned by it. Immutable.
+	// +optional
+	Template *corev1.PodTemplateSpec `json:"template,omitempty"`
+	// PodRef makes the sandbox a Pod that somebody else owns and that is never deleted by us. Immutable.
+	// +optional
+	PodRef *PodReference `json:"podRef,omitempty"`
+	// VolumeMounts are the static volumes: bound at creation, they live as long as the sandbox. Immutable.
 	// +listType=map
 	// +listMapKey=target
 	// +kubebuilder:validation:MaxItems=32
 	// +optional
 	VolumeMounts []VolumeMount `json:"volumeMounts,omitempty"`
-	// DynamicVolumes are attached and detached while the sandbox runs.
+	// DynamicVolumes are attached and detached while the sandbox runs. A manifest that names them and is applied by the
+	// client ("kubectl apply" without --server-side) replaces the list: what others added is detached. Leave them out of
+	// such manifests, or apply them on the server side, which merges by target.
 	// +listType=map
 	// +listMapKey=target
 	// +kubebuilder:validation:MaxItems=32
@@ -144,11 +223,25 @@ type SandboxStatus struct {
 //
 // +kubebuilder:object:root=true
 // +kubebuilder:subresource:status
-// +kubebuilder:resource:shortName=sbx
+// +kubebuilder:resource:shortName=sbx,categories=flux
+// +kubebuilder:selectablefield:JSONPath=.spec.group
+// +kubebuilder:selectablefield:JSONPath=.spec.subGroup
+// +kubebuilder:selectablefield:JSONPath=.spec.tenantId
+// +kubebuilder:selectablefield:JSONPath=.status.node
+// +kubebuilder:selectablefield:JSONPath=.status.phase
+// +kubebuilder:printcolumn:name=Status,type=string,JSONPath=.status.phase,description="Where the sandbox is in its life."
+// +kubebuilder:printcolumn:name=Age,type=date,JSONPath=.metadata.creationTimestamp
+// +kubebuilder:printcolumn:name=Group,type=string,priority=1,JSONPath=.spec.group
+// +kubebuilder:printcolumn:name=Node,type=string,priority=1,JSONPath=.status.node
+// +kubebuilder:printcolumn:name=Volumes,type=string,priority=1,JSONPath=.status.volumesReady,description="Mounted volumes, of all."
+// +kubebuilder:printcolumn:name=Tenant,type=string,priority=1,JSONPath=.spec.tenantId
+// +kubebuilder:printcolumn:name=Message,type=string,priority=1,JSONPath=.status.message
+// +kubebuilder:validation:XValidation:rule=`self.metadata.name.size() <= 63 && self.metadata.name.matches('^[a-z0-9]([-a-z0-9]*[a-z0-9])?$')`,messageExpression=`'the name "' + self.metadata.name + '" is not valid: it becomes a host name; write at most 63 lower-case letters, digits and -'`,message="the name is not valid: it becomes a host name; write at most 63 lower-case letters, digits and -"
 type Sandbox struct {
 	metav1.TypeMeta   `json:",inline"`
 	metav1.ObjectMeta `json:"metadata,omitempty"`
 
+	// +kubebuilder:default={}
 	Spec   SandboxSpec   `json:"spec,omitempty"`
 	Status SandboxStatus `json:"status,omitempty"`
 }

@@ -12,6 +12,7 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/apimachinery/pkg/runtime/serializer"
+	"k8s.io/apimachinery/pkg/util/intstr"
 	"sigs.k8s.io/yaml"
 
 	"github.com/flux-sandbox/flux-sandbox/api/sandbox/v1alpha1"
@@ -188,6 +189,9 @@ func fill(v reflect.Value, n *int) {
 		return
 	case resource.Quantity:
 		v.Set(reflect.ValueOf(*resource.NewQuantity(int64(*n), resource.DecimalSI)))
+		return
+	case intstr.IntOrString:
+		v.Set(reflect.ValueOf(intstr.FromInt32(int32(*n))))
 		return
 	case metav1.FieldsV1:
 		v.Set(reflect.ValueOf(*metav1.NewFieldsV1(`{"a":1}`)))

@@ -40,17 +40,43 @@ const (
 	OnFailureRemove OnFailure = "Remove"
 )
 
+// Target is the path in a sandbox at which a volume is mounted: absolute, clean, at most 1,024 bytes, and outside of
+// the directories that the system needs (package volume, DeniedTargets).
+//
+// +kubebuilder:validation:MinLength=1
+// +kubebuilder:validation:MaxLength=1024
+// +kubebuilder:validation:XValidation:rule=`self == '/' || bytes(self).size() <= 1024 && self.matches('^(/[^/\\p{Cc}]+)+$') && !self.matches('/[.]{1,2}(/|$)') && !self.matches('[^/]{256}')`,message="the target is not valid: write a clean absolute path such as /data"
+// +kubebuilder:validation:XValidation:rule=`!self.matches('^/((etc|proc|sys|dev|bin|sbin|usr|lib|lib32|lib64|libx32|boot|run/secrets|var/run/secrets)(/.*)?|run|var|var/run)?$')`,messageExpression=`'no volume may be mounted at ' + self + ': it is, is in, or contains a directory of the system; choose another directory such as /data'`,message="no volume may be mounted there: it is, is in, or contains a directory of the system; choose another directory such as /data",reason=FieldValueForbidden
+type Target = string
+
+// HostPath is a path on a node: absolute, clean, not /, at most 4,095 bytes.
+//
+// +kubebuilder:validation:MinLength=1
+// +kubebuilder:validation:MaxLength=4095
+// +kubebuilder:validation:XValidation:rule=`self != '/' && bytes(self).size() <= 4095 && self.matches('^(/[^/\\p{Cc}]+)+$') && !self.matches('/[.]{1,2}(/|$)') && !self.matches('[^/]{256}')`,message="the source is not valid: write a clean absolute path of the node such as /srv/data"
+type HostPath = string
+
+// RequestID is the id of a request: printable ASCII without spaces.
+//
+// +kubebuilder:validation:MaxLength=128
+// +kubebuilder:validation:XValidation:rule=`self.matches('^[!-~]*$')`,message="the requestId is not valid: write at most 128 printable ASCII characters without spaces"
+type RequestID = string
+
+// TenantID is the name of a tenant, empty for none.
+//
+// +kubebuilder:validation:MaxLength=63
+// +kubebuilder:validation:XValidation:rule=`self.matches('^[a-z0-9-]*$')`,message="the tenant is not valid: write 1 to 63 of the characters a-z, 0-9 and -"
+type TenantID = string
+
 // VolumeMount is a static volume: a local source bound when the sandbox is created.
 type VolumeMount struct {
 	// Source is an absolute path on the node, below an allowed root.
-	// +kubebuilder:validation:MinLength=1
-	// +kubebuilder:validation:MaxLength=4096
-	Source string `json:"source"`
+	Source HostPath `json:"source"`
 	// Target is the absolute, clean path in the sandbox.
-	// +kubebuilder:validation:MinLength=1
-	// +kubebuilder:validation:MaxLength=1024
-	Target string `json:"target"`
+	Target Target `json:"target"`
 	// Mode is ro or rw; rw when empty.
+	// +kubebuilder:validation:MaxLength=63
+	// +kubebuilder:validation:XValidation:rule=`self in ['', 'ro', 'rw']`,messageExpression=`'mode "' + self + '" is not valid: write ro or rw'`
 	// +kubebuilder:default=rw
 	// +optional
 	Mode VolumeMode `json:"mode,omitempty"`
@@ -58,44 +84,62 @@ type VolumeMount struct {
 
 // DynamicVolume is a volume that can be attached to and detached from a running sandbox. Entries are
 // keyed by target. Everything but forceMount, onFailure and detach is immutable: to change a volume,
-// remove its entry and add another.
+// remove its entry and add another. A new requestId makes an entry another one: the same volume, removed
+// and added in one write, and tried from the beginning.
+//
+// +kubebuilder:validation:XValidation:rule=`self.volumeType != 'local' || self.source != '/' && self.source.matches('^(/[^/\\p{Cc}]+)+$') && !self.source.matches('/[.]{1,2}(/|$)') && !self.source.matches('[^/]{256}')`,message="the source of type local is not valid: write a clean absolute path of the node such as /srv/data",fieldPath=.source
+// +kubebuilder:validation:XValidation:rule=`!(self.volumeType in ['pvc', 'pv']) || size(self.source) <= 253 && self.source.matches('^[a-z0-9]([-a-z0-9]*[a-z0-9])?([.][a-z0-9]([-a-z0-9]*[a-z0-9])?)*$')`,messageExpression=`'the source of type ' + self.volumeType + ' is not valid: write the name of a claim or volume (lower-case letters, digits, - and ., at most 253)'`,fieldPath=.source
+// +kubebuilder:validation:XValidation:rule=`self.volumeType in ['local', 'pvc', 'pv'] || !self.source.matches('[\\p{Cc}\\p{Z}]')`,messageExpression=`'the source of type ' + self.volumeType + ' is not valid: write it without spaces and control characters'`,fieldPath=.source
+// +kubebuilder:validation:XValidation:rule=`self.volumeType == oldSelf.volumeType`,messageExpression=`'volumeType of the volume at ' + self.target + ' cannot be changed: remove the volume and add it again'`,fieldPath=.volumeType,reason=FieldValueForbidden
+// +kubebuilder:validation:XValidation:rule=`self.source == oldSelf.source`,messageExpression=`'source of the volume at ' + self.target + ' cannot be changed: remove the volume and add it again'`,fieldPath=.source,reason=FieldValueForbidden
+// +kubebuilder:validation:XValidation:rule=`(has(self.mode) && self.mode == 'ro') == (has(oldSelf.mode) && oldSelf.mode == 'ro')`,messageExpression=`'mode of the volume at ' + self.target + ' cannot be changed: remove the volume and add it again'`,fieldPath=.mode,reason=FieldValueForbidden
+// +kubebuilder:validation:XValidation:rule=`(has(self.subPath) ? self.subPath : '') == (has(oldSelf.subPath) ? oldSelf.subPath : '')`,messageExpression=`'subPath of the volume at ' + self.target + ' cannot be changed: remove the volume and add it again'`,fieldPath=.subPath,reason=FieldValueForbidden
+// +kubebuilder:validation:XValidation:rule=`(has(self.sizeLimit) ? self.sizeLimit : '') == (has(oldSelf.sizeLimit) ? oldSelf.sizeLimit : '') || has(self.sizeLimit) && has(oldSelf.sizeLimit) && isQuantity(self.sizeLimit) && isQuantity(oldSelf.sizeLimit) && quantity(self.sizeLimit).compareTo(quantity(oldSelf.sizeLimit)) == 0`,messageExpression=`'sizeLimit of the volume at ' + self.target + ' cannot be changed: remove the volume and add it again'`,fieldPath=.sizeLimit,reason=FieldValueForbidden
+// +kubebuilder:validation:XValidation:rule=`!has(self.tenantId) || !has(oldSelf.tenantId) || self.tenantId in ['', oldSelf.tenantId] || oldSelf.tenantId == ''`,messageExpression=`'tenantId of the volume at ' + self.target + ' cannot be changed: remove the volume and add it again'`,fieldPath=.tenantId,reason=FieldValueForbidden
 type DynamicVolume struct {
 	// VolumeType is local, pvc, pv, snapshot or oss.
+	// +kubebuilder:validation:MaxLength=63
+	// +kubebuilder:validation:XValidation:rule=`self in ['local', 'pvc', 'pv', 'snapshot', 'oss']`,messageExpression=`'volumeType "' + self + '" is not known: write local, pvc, pv, snapshot or oss'`
 	VolumeType VolumeType `json:"volumeType"`
 	// Source names the data: a path, a claim, a volume, an image or a bucket, by volumeType.
 	// +kubebuilder:validation:MinLength=1
-	// +kubebuilder:validation:MaxLength=4096
+	// +kubebuilder:validation:MaxLength=4095
+	// +kubebuilder:validation:XValidation:rule=`bytes(self).size() <= 4095`,message="the source is not valid: it has more than 4095 bytes"
 	Source string `json:"source"`
 	// Target is the absolute, clean path in the sandbox, at most 1,024 bytes.
-	// +kubebuilder:validation:MinLength=1
-	// +kubebuilder:validation:MaxLength=1024
-	Target string `json:"target"`
+	Target Target `json:"target"`
 	// Mode is ro or rw; rw when empty.
+	// +kubebuilder:validation:MaxLength=63
+	// +kubebuilder:validation:XValidation:rule=`self in ['', 'ro', 'rw']`,messageExpression=`'mode "' + self + '" is not valid: write ro or rw'`
 	// +kubebuilder:default=rw
 	// +optional
 	Mode VolumeMode `json:"mode,omitempty"`
 	// SizeLimit is the most that the volume may hold, as a Kubernetes quantity such as 50Gi. It is a
 	// hard limit: where nothing can enforce it the volume is refused.
+	// +kubebuilder:validation:MaxLength=63
+	// +kubebuilder:validation:XValidation:rule=`self == '' || self.matches('^[0-9]{1,19}([.][0-9]{1,19})?([KMGTPE]i|[kMGTPE]|[eE][+]?[0-9]{1,2})?$') && isQuantity(self) && quantity(self).compareTo(quantity('1Mi')) >= 0 && quantity(self).compareTo(quantity('1Ei')) <= 0 && (quantity(self).isInteger() || quantity(self).sub(int(quantity(self).asApproximateFloat())).compareTo(quantity('0')) == 0)`,messageExpression=`'size "' + self + '" is not valid: write a quantity of whole bytes from 1Mi to 1Ei such as 500Mi or 50Gi'`
 	// +optional
 	SizeLimit string `json:"sizeLimit,omitempty"`
 	// TenantID is the tenant whose data it is; the sandbox's tenant when empty, and never another.
-	// +kubebuilder:validation:MaxLength=63
 	// +optional
-	TenantID string `json:"tenantId,omitempty"`
+	TenantID TenantID `json:"tenantId,omitempty"`
 	// SubPath is a directory inside the volume, relative to its root. It is never created.
-	// +kubebuilder:validation:MaxLength=4096
+	// +kubebuilder:validation:MaxLength=4095
+	// +kubebuilder:validation:XValidation:rule=`self == '' || bytes(self).size() <= 4095 && self.matches('^[^/\\p{Cc}]+(/[^/\\p{Cc}]+)*$') && !self.matches('(^|/)[.]{1,2}(/|$)') && !self.matches('[^/]{256}')`,message="the subPath is not valid: write a clean relative path such as models/v1"
 	// +optional
 	SubPath string `json:"subPath,omitempty"`
 	// ForceMount attaches a volume of another topology domain, with a warning.
 	// +optional
 	ForceMount bool `json:"forceMount,omitempty"`
 	// OnFailure is Keep or Remove; Keep when empty.
+	// +kubebuilder:validation:MaxLength=63
+	// +kubebuilder:validation:XValidation:rule=`self in ['', 'Keep', 'Remove']`,messageExpression=`'onFailure "' + self + '" is not valid: write Keep or Remove'`
+	// +kubebuilder:default=Keep
 	// +optional
 	OnFailure OnFailure `json:"onFailure,omitempty"`
 	// RequestID is the id of the request that added the entry, for its caller to find it again.
-	// +kubebuilder:validation:MaxLength=128
 	// +optional
-	RequestID string `json:"requestId,omitempty"`
+	RequestID RequestID `json:"requestId,omitempty"`
 	// Detach asks for the volume to be detached, and the entry then to be deleted. It is cleared when
 	// the volume is busy and detach.force is not set.
 	// +optional
@@ -109,7 +153,7 @@ type DetachRequest struct {
 	Force bool `json:"force,omitempty"`
 	// RequestID is the id of the request, for its caller to find its result.
 	// +optional
-	RequestID string `json:"requestId,omitempty"`
+	RequestID RequestID `json:"requestId,omitempty"`
 }
 
 // VolumeKind tells static volumes from dynamic ones.

@@ -1,0 +1,94 @@
+package kube
+
+import (
+	"bytes"
+	"fmt"
+	"reflect"
+	"strconv"
+
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/runtime"
+	"k8s.io/apimachinery/pkg/runtime/schema"
+	"k8s.io/apimachinery/pkg/runtime/serializer"
+	"k8s.io/apimachinery/pkg/types"
+	utiljson "k8s.io/apimachinery/pkg/util/json"
+
+	"github.com/flux-sandbox/flux-sandbox/api/sandbox/v1alpha1"
+	"github.com/flux-sandbox/flux-sandbox/internal/store"
+)
+
+// record is one state of an object: its JSON as the API server sent it, and what this build understands of it. It is
+// never changed once it is decoded. It is a runtime.Object, so that client-go decodes the API server's answers and
+// events into it.
+type record[T store.Object] struct {
+	object  T
+	raw     []byte
+	version uint64 // the resourceVersion
+}
+
+// UnmarshalJSON implements json.Unmarshaler.
+func (r *record[T]) UnmarshalJSON(data []byte) error {
+	object := reflect.New(reflect.TypeFor[T]().Elem()).Interface().(T)
+	if err := utiljson.Unmarshal(data, object); err != nil {
+		return err
+	}
+	version, err := strconv.ParseUint(object.GetResourceVersion(), 10, 64)
+	if err != nil {
+		return fmt.Errorf("%s has the resourceVersion %q, which is no number as Kubernetes gives it", store.KeyOf(object), object.GetResourceVersion())
+	}
+	// They are half of many objects, and nobody here reads them. The JSON keeps them.
+	object.SetManagedFields(nil)
+	*r = record[T]{object: object, raw: bytes.Clone(data), version: version}
+	return nil
+}
+
+func (r *record[T]) key() store.Key { return store.KeyOf(r.object) }
+func (r *record[T]) uid() types.UID { return r.object.GetUID() }
+
+// gone says that this is the last state of an object, which a write returns that removed the last finalizer.
+func (r *record[T]) gone() bool {
+	return r.object.GetDeletionTimestamp() != nil && len(r.object.GetFinalizers()) == 0
+}
+
+// GetObjectMeta implements metav1.ObjectMetaAccessor.
+func (r *record[T]) GetObjectMeta() metav1.Object { return r.object }
+
+// GetObjectKind implements runtime.Object. The kind is in the object and stays as it is.
+func (r *record[T]) GetObjectKind() schema.ObjectKind { return schema.EmptyObjectKind }
+
+// DeepCopyObject implements runtime.Object. A record is never changed, so it is its own copy.
+func (r *record[T]) DeepCopyObject() runtime.Object { return r }
+
+// recordList is a list of records, as the API server sends it.
+type recordList[T store.Object] struct {
+	metav1.TypeMeta `json:",inline"`
+	metav1.ListMeta `json:"metadata"`
+	Items           []*record[T] `json:"items"`
+}
+
+// DeepCopyObject implements runtime.Object.
+func (l *recordList[T]) DeepCopyObject() runtime.Object {
+	copied := *l
+	return &copied
+}
+
+// scheme has the kinds as records.
+func newScheme() *runtime.Scheme {
+	s := runtime.NewScheme()
+	addKind(s, sandboxKind)
+	addKind(s, groupKind)
+	metav1.AddToGroupVersion(s, v1alpha1.GroupVersion)
+	metav1.AddToGroupVersion(s, schema.GroupVersion{Version: "v1"})
+	return s
+}
+
+func addKind[T store.Object](s *runtime.Scheme, k kind[T]) {
+	s.AddKnownTypeWithName(k.gvk, &record[T]{})
+	s.AddKnownTypeWithName(k.gvk.GroupVersion().WithKind(k.gvk.Kind+"List"), &recordList[T]{})
+}
+
+var (
+	scheme         = newScheme()
+	codecs         = serializer.NewCodecFactory(scheme).WithoutConversion()
+	parameterCodec = runtime.NewParameterCodec(scheme)
+)
