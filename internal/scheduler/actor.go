@@ -48,7 +48,9 @@ type actor struct {
 	gone bool
 	// endedSince is when the process was first seen ended although it should run.
 	endedSince time.Time
-	tally      tally
+	// rebuild is when the Pod is made again after it failed.
+	rebuild retry
+	tally   tally
 	// failures counts the store's refusals in a row.
 	failures int32
 }
@@ -89,8 +91,10 @@ type volumeState struct {
 	// the message after which it has to be confirmed, and until when.
 	unsure    uint64
 	confirmBy time.Time
-	// settleBy is until when a detach that is under way on the node is waited for.
+	// settleBy is until when something that is under way on the node is waited for.
 	settleBy time.Time
+	// atCreate: the container of the Pod turned out not to run.
+	atCreate bool
 }
 
 // operationID keeps one id through the attempts of one operation.
@@ -116,6 +120,9 @@ const (
 	verbDelete verb = "delete"
 	verbAttach verb = "attach"
 	verbDetach verb = "detach"
+	// About the Pod that is the sandbox's own, and asked of the API server.
+	verbCreatePod verb = "createPod"
+	verbDeletePod verb = "deletePod"
 )
 
 // operation is a command to an agent that is in flight.
@@ -134,6 +141,10 @@ type operation struct {
 	entry *entry
 	// hash is that of the mount that is detached.
 	hash string
+	// pod is what the agent has of a Pod once this is done.
+	pod *agentv1.SandboxState
+	// now: the container has to run.
+	now bool
 }
 
 // result is how an operation ended.
@@ -225,6 +236,9 @@ func (s *Scheduler) forget(key store.Key, uid types.UID) {
 	a.cancelVolumes(errSandboxGone)
 	if a.life != nil {
 		a.life.cancel(errSandboxGone)
+	}
+	if s.Pods != nil {
+		s.Pods.Forget(a.uid)
 	}
 	s.metrics.count(a.tally, tally{})
 	s.registry.unplace(a.uid)

@@ -20,6 +20,7 @@ func (m *VolumeManager) planAttach(p *pass, v *volumeState, e *entry, have *agen
 	v.answered = nil
 	if have != nil && have.GetPhase() == recordMounted && have.GetEntryHash() == e.hash {
 		v.settleBy = time.Time{}
+		m.tellMounted(p, v, e)
 		m.mounted(p, v, e, have)
 		if m.confirmed(p, v) || p.stage != stageRunning {
 			return
@@ -27,17 +28,25 @@ func (m *VolumeManager) planAttach(p *pass, v *volumeState, e *entry, have *agen
 		m.attach(p, v, e) // it is a no-op if the mount is there
 		return
 	}
+	current := v.row != nil && v.row.EntryHash == e.hash && !v.retained
+	if p.off != nil {
+		if !current || v.row.Phase != v1alpha1.VolumeMounted {
+			m.refuse(p, v, e, p.off)
+		}
+		return
+	}
 	if p.stage != stageBringUp && p.stage != stageRunning {
 		m.cannotAttach(p, v, e)
 		return
 	}
-	current := v.row != nil && v.row.EntryHash == e.hash && !v.retained
+	if have != nil && have.GetPhase() == recordPrepared && have.GetEntryHash() == e.hash {
+		m.prepared(p, v, e)
+		return
+	}
 	wasMounted := current && v.row.Phase == v1alpha1.VolumeMounted
 	if e.kind == v1alpha1.VolumeKindDynamic && !wasMounted {
 		if err := m.gate(p); err != nil {
-			if !current || v.row.Phase != v1alpha1.VolumeFailed || v.row.Reason != string(fault.ReasonOf(err)) {
-				m.failed(p, v, e, err)
-			}
+			m.refuse(p, v, e, err)
 			return
 		}
 	}
@@ -57,6 +66,14 @@ func (m *VolumeManager) planAttach(p *pass, v *volumeState, e *entry, have *agen
 		return
 	}
 	m.attach(p, v, e)
+}
+
+// refuse is failed for what lasts until something else changes: it is said once.
+func (m *VolumeManager) refuse(p *pass, v *volumeState, e *entry, err error) {
+	current := v.row != nil && v.row.EntryHash == e.hash && !v.retained
+	if !current || v.row.Phase != v1alpha1.VolumeFailed || v.row.Reason != string(fault.ReasonOf(err)) {
+		m.failed(p, v, e, err)
+	}
 }
 
 // cannotAttach is planAttach where there is no task to attach to, or the node is away.
@@ -146,6 +163,7 @@ func (m *VolumeManager) gate(p *pass) error {
 	case !p.set.gate:
 		return fault.New(errdefs.ErrFailedPrecondition, fault.FeatureDisabled,
 			"dynamic volumes are off in sandbox group %s/%s: set spec.featureGates.dynamicVolumeMount", p.key.Namespace, p.key.Group)
+	case podBacked(p.sb): // its own node's agent is what counts (pass.off)
 	case p.set.engine.skewed():
 		return fault.New(errdefs.ErrFailedPrecondition, fault.VersionSkew,
 			"dynamic volumes are off in sub-group %s while a node agent there lacks the capability %q: update it", p.key, CapabilityDynamicVolumes)
@@ -153,9 +171,9 @@ func (m *VolumeManager) gate(p *pass) error {
 	return nil
 }
 
-// isGate says whether a reason is one of gate's: it lasts as long as the gate is closed.
+// isGate says whether a reason is one of gate's or of pass.off: it lasts as long as the gate is closed.
 func isGate(reason string) bool {
-	return slices.Contains([]string{string(fault.FeatureDisabled), string(fault.VersionSkew), string(fault.GroupNotFound)}, reason)
+	return slices.Contains([]string{string(fault.FeatureDisabled), string(fault.VersionSkew), string(fault.GroupNotFound), string(fault.NoAgent)}, reason)
 }
 
 // due says whether a failed entry is to be tried again.
@@ -237,6 +255,9 @@ func (m *VolumeManager) attach(p *pass, v *volumeState, e *entry) {
 		Kind:           string(e.kind),
 		Policy:         &agentv1.VolumePolicy{DeniedTargets: p.set.policy.DeniedTargets},
 	}
+	if p.pod != nil {
+		p.aimAtPod(op, v, request)
+	}
 	sb, client, node, topology, resolver := p.sb, p.agent.Client, p.a.status.Node, p.set.topology, p.Resolver
 	p.begin(op, volumeTimeout, func(ctx context.Context, command *agentv1.Command) result {
 		var r result
@@ -286,6 +307,9 @@ func (m *VolumeManager) attached(p *pass, v *volumeState, r result) {
 		switch {
 		case errors.Is(r.err, errNotWanted), errors.Is(r.err, errPausing), errors.Is(r.err, errSandboxGone), errors.Is(r.err, errNodeDead):
 			m.log(p, "attach abandoned", &e.DynamicVolume, v, r, nil)
+		case r.op.pod != nil && r.op.now && fault.ReasonOf(r.err) == fault.SandboxNotRunning:
+			v.atCreate = true // it is attached when the container is created again
+			p.lookAt(p.now)
 		case v.stale(p, r.err):
 			m.log(p, "attach is repeated", &e.DynamicVolume, v, r, r.err)
 		default:
@@ -294,14 +318,20 @@ func (m *VolumeManager) attached(p *pass, v *volumeState, r result) {
 		return
 	}
 	record := r.record
-	if record.GetPhase() != recordMounted || record.GetEntryHash() != e.hash {
+	v.atCreate = false
+	prepared := r.op.pod != nil && !r.op.now && record.GetPhase() == recordPrepared
+	if record.GetPhase() != recordMounted && !prepared || record.GetEntryHash() != e.hash {
 		r.err = fault.New(errdefs.ErrInternal, fault.Internal, "the agent's answer is not about this volume: phase %q, entry %q", record.GetPhase(), record.GetEntryHash())
 		m.failedBy(p, v, e, r)
 		return
 	}
 	v.unsure = 0
-	if !p.registry.addVolume(r.op.node, p.a.uid, record, r.op.heard) {
+	if !p.registry.addVolume(r.op.node, p.a.uid, record, r.op.heard, r.op.pod) {
 		v.unsure, v.confirmBy = p.registry.heard(r.op.node, p.a.uid), p.now.Add(confirmAfter)
+	}
+	if prepared {
+		m.log(p, "prepared for the Pod's container", &e.DynamicVolume, v, r, nil)
+		return
 	}
 	if !r.already {
 		p.metrics.observe(record.GetStages())

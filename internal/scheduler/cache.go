@@ -122,6 +122,19 @@ func (c *cache) onNode(node string) []types.UID {
 	return uids
 }
 
+// podsOn are the pod-backed sandboxes that the store has on a node.
+func (c *cache) podsOn(node string) []store.Key {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	var keys []store.Key
+	for key, sb := range c.sandboxes {
+		if podBacked(sb) && sb.Status.Node == node {
+			keys = append(keys, key)
+		}
+	}
+	return keys
+}
+
 // nodes are the nodes on which the store has sandboxes.
 func (c *cache) nodes() []string {
 	c.mu.Lock()

@@ -92,11 +92,11 @@ func (m *VolumeManager) detach(p *pass, v *volumeState, target string, e *entry,
 	}
 	op := &operation{verb: verbDetach, id: id, target: target, entry: e, hash: hash}
 	v.op = op
-	client := p.agent.Client
+	client, workload := p.agent.Client, p.workloadThere()
 	p.begin(op, volumeTimeout, func(ctx context.Context, command *agentv1.Command) result {
 		response, err := client.Detach(ctx, &agentv1.DetachRequest{
 			Command:   command,
-			Workload:  containerWorkload,
+			Workload:  workload,
 			Target:    target,
 			EntryHash: hash,
 			Force:     force,

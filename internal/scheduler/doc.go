@@ -29,6 +29,18 @@
 //   - A detach that was refused (busy) or is not over (lazy, release pending), and an entry with onFailure Remove
 //     that failed, get their row first; then the spec follows. A crash in between is repaired from the row.
 //
+// # Pods
+//
+// A sandbox with spec.template or spec.podRef is a Pod (podlife.go). It is not placed: Kubernetes does that, and node, stage
+// and phase are read off the Pod; it takes nothing of a group's capacity, and obeys the group's gate. As soon as the Pod has
+// a node, its volumes are sent there to be prepared (AT_CREATE), and its agent attaches them at every start of the
+// container; into a container that runs they are attached at once. Which of the two it is may be misjudged at no cost.
+// What an agent has is of one Pod, by its UID. When the sandbox's own Pod is made again, what its node still has of the
+// former one is detached before anything of the new one is attached, and the agent forgets by itself what it has of a Pod
+// that is gone: the sandbox is never deleted on a node to which its next Pod may come. Only when it goes itself is its own
+// Pod deleted, first, so that processes end while their volumes are there, and then, or with the Pod of podRef running on,
+// the agent is told to detach and forget.
+//
 // # What is durable
 //
 // What can be found out again need not be durable at once, and a write that waits for no disk is answered sooner

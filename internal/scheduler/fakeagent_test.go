@@ -42,13 +42,16 @@ type fakeAgent struct {
 	release map[string]bool
 	seen    map[string]int64
 	mounts  uint64
+	// running are the Pods, by UID, whose container runs.
+	running  map[string]bool
+	detaches []*agentv1.DetachRequest
 }
 
 func newFakeAgent(node string, now func() *timestamppb.Timestamp) *fakeAgent {
 	return &fakeAgent{
 		node:         node,
 		now:          now,
-		capabilities: []string{CapabilityDynamicVolumes},
+		capabilities: []string{CapabilityDynamicVolumes, agentv1.CapabilityPods},
 		sandboxes:    map[string]*agentv1.SandboxState{},
 		streams:      map[chan *agentv1.InventoryUpdate]context.CancelCauseFunc{},
 		faults:       map[string][]error{},
@@ -57,6 +60,7 @@ func newFakeAgent(node string, now func() *timestamppb.Timestamp) *fakeAgent {
 		lazy:         map[string]bool{},
 		release:      map[string]bool{},
 		seen:         map[string]int64{},
+		running:      map[string]bool{},
 	}
 }
 
@@ -173,6 +177,20 @@ func (f *fakeAgent) Attach(ctx context.Context, in *agentv1.AttachRequest, _ ...
 	f.attaches = append(f.attaches, in)
 	uid := in.GetCommand().GetSandboxUid()
 	s := f.sandboxes[uid]
+	prepares := false
+	if pod := in.GetWorkload().GetPod(); pod != nil {
+		prepares = in.GetWhen() == agentv1.When_AT_CREATE && !f.running[pod.GetUid()]
+		if !prepares && !f.running[pod.GetUid()] {
+			return nil, fault.ToGRPC(fault.New(errdefs.ErrFailedPrecondition, fault.SandboxNotRunning, "the container does not run"))
+		}
+		if of := s.GetWorkload().GetPod().GetUid(); of != pod.GetUid() && len(s.GetVolumes()) > 0 {
+			return nil, fault.ToGRPC(fault.New(errdefs.ErrFailedPrecondition, fault.TargetInUse, "the node has volumes of Pod %s", of))
+		}
+		if s == nil || s.GetWorkload().GetPod().GetUid() != pod.GetUid() {
+			s = &agentv1.SandboxState{Uid: uid, Workload: in.GetWorkload(), ContainerId: "c-" + pod.GetUid(), Phase: f.podPhase(pod.GetUid())}
+			f.sandboxes[uid] = s
+		}
+	}
 	if s == nil {
 		return nil, fault.ToGRPC(fault.New(errdefs.ErrNotFound, fault.SandboxNotFound, "no such sandbox"))
 	}
@@ -190,6 +208,9 @@ func (f *fakeAgent) Attach(ctx context.Context, in *agentv1.AttachRequest, _ ...
 	if s.GetPhase() == stateCreated {
 		m.Attached = "BeforeStart"
 	}
+	if prepares {
+		m.Phase, m.Attached = recordPrepared, ""
+	}
 	s.Volumes = append(s.Volumes, m)
 	f.changed(uid)
 	return &agentv1.AttachResponse{Record: proto.CloneOf(m)}, nil
@@ -200,6 +221,7 @@ func (f *fakeAgent) Detach(ctx context.Context, in *agentv1.DetachRequest, _ ...
 		return nil, err
 	}
 	defer f.mu.Unlock()
+	f.detaches = append(f.detaches, in)
 	uid, target := in.GetCommand().GetSandboxUid(), in.GetTarget()
 	m := f.mount(uid, target)
 	if m == nil || in.GetEntryHash() != "" && in.GetEntryHash() != m.GetEntryHash() {
@@ -235,6 +257,48 @@ func (f *fakeAgent) mount(uid, target string) *agentv1.MountRecord {
 func (f *fakeAgent) drop(uid, target string) {
 	if s := f.sandboxes[uid]; s != nil {
 		s.Volumes = slices.DeleteFunc(s.Volumes, func(m *agentv1.MountRecord) bool { return m.GetTarget() == target })
+	}
+}
+
+func (f *fakeAgent) podPhase(pod string) string {
+	if f.running[pod] {
+		return stateRunning
+	}
+	return stateStopped
+}
+
+// podRuns has the container of a Pod start or end, with the volumes that are recorded for it.
+func (f *fakeAgent) podRuns(pod string, runs bool) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	f.running[pod] = runs
+	for uid, s := range f.sandboxes {
+		if s.GetWorkload().GetPod().GetUid() != pod {
+			continue
+		}
+		s.Phase = f.podPhase(pod)
+		for _, m := range s.GetVolumes() {
+			switch {
+			case runs && m.GetPhase() == recordPrepared:
+				m.Phase, m.Attached = recordMounted, "BeforeStart"
+			case !runs && m.GetPhase() == recordMounted:
+				m.Phase, m.Attached = recordPrepared, ""
+			}
+		}
+		f.changed(uid)
+	}
+}
+
+// podGone is the Pod's end on the node.
+func (f *fakeAgent) podGone(pod string) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	delete(f.running, pod)
+	for uid, s := range f.sandboxes {
+		if s.GetWorkload().GetPod().GetUid() == pod {
+			delete(f.sandboxes, uid)
+			f.changed(uid)
+		}
 	}
 }
 

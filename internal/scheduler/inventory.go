@@ -66,6 +66,7 @@ func (s *Scheduler) addAgent(ctx context.Context, g *errgroup.Group, a Agent) {
 		c.Set(a.Node, a.Labels)
 	}
 	s.registry.putAgent(a, s.Clock.Now())
+	s.lookAtPods(a.Node)
 	s.Clock.AfterFunc(agentGrace, func() { s.noLongerAwaited(a.Node) })
 	g.Go(func() error {
 		s.watchAgent(ctx, a)
@@ -87,6 +88,7 @@ func (s *Scheduler) removeAgent(node string) {
 		c.Delete(node)
 	}
 	s.registry.removeAgent(node)
+	s.lookAtPods(node)
 	s.checkSkew()
 	s.noLongerAwaited(node)
 }
@@ -146,6 +148,7 @@ func (s *Scheduler) watchAgent(ctx context.Context, a Agent) {
 	for ctx.Err() == nil {
 		heard, err := s.readInventory(ctx, a)
 		s.requeue(a.Node, s.registry.disconnected(a.Node, s.Clock.Now()))
+		s.lookAtPods(a.Node)
 		if ctx.Err() != nil {
 			return
 		}
@@ -191,6 +194,7 @@ func (s *Scheduler) readInventory(ctx context.Context, a Agent) (heard bool, err
 			s.noLongerAwaited(a.Node)
 			s.retryUnplaced()
 			s.checkSkew()
+			s.lookAtPods(a.Node)
 		}
 		heard = true
 		s.requeue(a.Node, concerned)

@@ -189,7 +189,7 @@ func (p *pass) outcome() (v1alpha1.SandboxPhase, string) {
 
 // advance starts the process once all its volumes are there.
 func (p *pass) advance() {
-	if p.stage != stageBringUp || p.a.life != nil {
+	if p.stage != stageBringUp || p.a.life != nil || podBacked(p.sb) {
 		return
 	}
 	for _, e := range p.entries {
@@ -261,7 +261,7 @@ func (p *pass) lifeFailed(r result) {
 	}
 	a.lifeErr, a.lifeGeneration = r.err, r.op.generation
 	a.lifeRetry.failed(p.now)
-	p.Logger.Warn("the agent could not "+string(r.op.verb)+" the sandbox", "sandbox", a.key.String(), "tenant", p.sb.Spec.TenantID,
+	p.Logger.Warn("a command about the sandbox failed", "command", r.op.verb, "sandbox", a.key.String(), "tenant", p.sb.Spec.TenantID,
 		"node", r.op.node, "operationId", r.op.id, "reason", fault.ReasonOf(r.err), "error", r.err)
 	p.event(p.sb, EventWarning, string(fault.ReasonOf(r.err)), r.err.Error())
 	if r.op.verb == verbCreate && fault.ReasonOf(r.err) == fault.NoCapacity && p.registry.state(r.op.node, a.uid) == nil && p.runtime != nil {

@@ -44,19 +44,25 @@ type pass struct {
 	sb  *v1alpha1.Sandbox
 	now time.Time
 
-	runtime  *SSGRuntime
-	key      SubSandboxGroupKey
-	set      settings
-	volumes  *VolumeManager
-	entries  []*entry
-	agent    agentView
-	state    *agentv1.SandboxState
+	runtime *SSGRuntime
+	key     SubSandboxGroupKey
+	set     settings
+	volumes *VolumeManager
+	entries []*entry
+	agent   agentView
+	state   *agentv1.SandboxState
+	// pod is the Pod of a pod-backed sandbox, nil when there is none.
+	pod      *Pod
 	stage    stage
 	workload workload
 	// unreachable: the agent is away for longer than it may be. away is why.
 	unreachable bool
 	// atRest: the sandbox is paused or over, and nothing is mounted.
 	atRest bool
+	// unmount: nothing of what the node has of the sandbox's volumes is to stay there, as its Pod is another or none.
+	unmount bool
+	// off is why the node's agent cannot attach anything to the Pod.
+	off error
 	// finalize: nothing of the sandbox is left, so that it may go.
 	finalize bool
 	// again is when to look again; zero for never.
@@ -152,6 +158,9 @@ func (p *pass) lookAt(t time.Time) {
 func (p *pass) lifecycle(ctx context.Context) error {
 	st := &p.a.status
 	if p.sb.DeletionTimestamp != nil {
+		if podBacked(p.sb) {
+			return p.deletingPod(ctx)
+		}
 		p.deleting()
 		return nil
 	}
@@ -160,6 +169,9 @@ func (p *pass) lifecycle(ctx context.Context) error {
 			return p.Store.Sandboxes().Delete(ctx, p.a.key, store.Preconditions{UID: p.a.uid})
 		}
 		p.lookAt(t.Time)
+	}
+	if podBacked(p.sb) {
+		return p.podLifecycle(ctx)
 	}
 	if p.died() {
 		return nil

@@ -128,7 +128,9 @@ func (r *InMemoryRegistry) removeAgent(node string) {
 type agentView struct {
 	Agent
 	known, connected, synced bool
-	changed                  time.Time
+	// pods: it attaches to the containers of Pods.
+	pods    bool
+	changed time.Time
 }
 
 func (r *InMemoryRegistry) agent(node string) agentView {
@@ -138,7 +140,8 @@ func (r *InMemoryRegistry) agent(node string) agentView {
 	if e == nil {
 		return agentView{}
 	}
-	return agentView{Agent: e.agent, known: true, connected: e.connected, synced: e.synced, changed: e.changed}
+	return agentView{Agent: e.agent, known: true, connected: e.connected, synced: e.synced,
+		pods: slices.Contains(e.capabilities, agentv1.CapabilityPods), changed: e.changed}
 }
 
 // disconnected notes that an agent's inventory stream has ended. What it said last is kept. It returns the
@@ -270,18 +273,26 @@ func (r *InMemoryRegistry) dropLocked(e *agentEntry, uid types.UID) {
 
 // addVolume takes over an attached volume, unless the inventory knows better: it lists the target, or the
 // sandbox has no task any more. sure is false when the inventory spoke since before the command and does not list
-// it: then either it will, or the mount is gone again already.
-func (r *InMemoryRegistry) addVolume(node string, uid types.UID, record *agentv1.MountRecord, since uint64) (sure bool) {
+// it: then either it will, or the mount is gone again already. Of a Pod the agent knows nothing before its first
+// volume: with pod, that is what the agent has of it until the inventory tells.
+func (r *InMemoryRegistry) addVolume(node string, uid types.UID, record *agentv1.MountRecord, since uint64, pod *agentv1.SandboxState) (sure bool) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	e := r.agents[node]
-	if e == nil || e.states[uid] == nil {
+	if e == nil {
 		return true
 	}
-	s, target := e.states[uid], record.GetTarget()
-	quiet := e.heard(uid) == since
+	target, quiet := record.GetTarget(), e.heard(uid) == since
+	if pod != nil && (e.states[uid] == nil || e.states[uid].GetWorkload().GetPod().GetUid() != pod.GetWorkload().GetPod().GetUid()) {
+		r.haveLocked(e, uid, withVolume(pod, target, record))
+		return quiet
+	}
+	if e.states[uid] == nil {
+		return true
+	}
+	s := e.states[uid]
 	listed := slices.ContainsFunc(s.GetVolumes(), func(m *agentv1.MountRecord) bool { return m.GetTarget() == target })
-	if !quiet && (listed || s.GetPhase() != stateRunning && s.GetPhase() != stateCreated) {
+	if !quiet && (listed || pod == nil && s.GetPhase() != stateRunning && s.GetPhase() != stateCreated) {
 		return true
 	}
 	e.states[uid] = withVolume(s, target, record)

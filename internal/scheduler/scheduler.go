@@ -72,6 +72,8 @@ type Config struct {
 	Events EventRecorder
 	// Resolver makes sources of volumes that live outside of the node; nil where there are none.
 	Resolver Resolver
+	// Pods are the Pods of pod-backed sandboxes; nil where there are none.
+	Pods Pods
 	// Workers is how many sandboxes are reconciled at a time; 8 when zero. Commands to agents run beside.
 	Workers int
 }
@@ -184,6 +186,14 @@ func (s *Scheduler) Run(ctx context.Context) error {
 		}
 		return s.followAgents(ctx, g)
 	})
+	if s.Pods != nil {
+		g.Go(func() error {
+			for key := range s.Pods.Follow(ctx) {
+				s.queue.add(item{key: key})
+			}
+			return nil
+		})
+	}
 	for range s.Workers {
 		g.Go(func() error {
 			if !wait(ctx, sandboxes) {
@@ -263,6 +273,8 @@ func (s *Scheduler) followSandboxes(ctx context.Context, synced chan<- struct{})
 // One that is over takes no room.
 func (s *Scheduler) account(sb *v1alpha1.Sandbox) {
 	switch {
+	case podBacked(sb):
+		// Kubernetes placed it, and accounts for it.
 	case isOver(sb.Status.Phase):
 		s.registry.unplace(sb.UID)
 	case sb.Status.Node != "" && !s.registry.isPlaced(sb.UID):

@@ -92,7 +92,7 @@ func (p *pass) editSpec(ctx context.Context, after bool) error {
 func (p *pass) compose() {
 	a := p.a
 	st := &a.status
-	if s := p.state; s != nil {
+	if s := p.state; s != nil && !podBacked(p.sb) {
 		st.ContainerID, st.Restarts, st.ExitCode = s.GetContainerId(), s.GetRestarts(), s.ExitCode
 		if t := s.GetStartedAt(); t != nil {
 			started := seconds(t.AsTime())
@@ -121,7 +121,7 @@ func (p *pass) compose() {
 // explain gives a sandbox that is pending on its node the reason why.
 func (p *pass) explain() {
 	st := &p.a.status
-	if st.Phase != v1alpha1.SandboxPending || st.Node == "" || p.state.GetPhase() == stateRestarting {
+	if podBacked(p.sb) || st.Phase != v1alpha1.SandboxPending || st.Node == "" || p.state.GetPhase() == stateRestarting {
 		return
 	}
 	st.Reason, st.Message = "", ""
@@ -207,7 +207,7 @@ func (p *pass) busy() bool {
 // takes long, and the write that says that it runs comes soon.
 func (p *pass) held() bool {
 	st := &p.a.status
-	if st.Node == "" || p.a.written.Node != st.Node || st.Reason != "" || !p.busy() && !p.late() || p.sb.DeletionTimestamp != nil || p.sb.Spec.Paused {
+	if podBacked(p.sb) || st.Node == "" || p.a.written.Node != st.Node || st.Reason != "" || !p.busy() && !p.late() || p.sb.DeletionTimestamp != nil || p.sb.Spec.Paused {
 		return false
 	}
 	if p.stage != stageBringUp && p.stage != stageAbsent || st.Phase == v1alpha1.SandboxRunning {

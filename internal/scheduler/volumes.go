@@ -11,6 +11,7 @@ import (
 
 // The phases of an agent's MountRecord.
 const (
+	recordPrepared  = "Prepared"
 	recordMounted   = "Mounted"
 	recordDetaching = "Detaching"
 	recordFailed    = "Failed"
@@ -84,6 +85,8 @@ func (m *VolumeManager) plan(p *pass) {
 			m.watch(p, v, e)
 		case v.before != nil || v.after != nil:
 			// its result is not in the spec yet
+		case p.unmount && (e == nil || e.Detach == nil) && have[target] != nil && !leaving(have[target]):
+			m.detach(p, v, target, nil, have[target].GetEntryHash())
 		case e == nil:
 			m.planGone(p, target, v, have[target])
 		case e.Detach != nil:

@@ -36,6 +36,7 @@ type world struct {
 	registry *prometheus.Registry
 	stop     func()
 	epoch    int64
+	pods     *fakePods
 	dead     []string // nodes that are dead when a scheduler starts
 }
 
@@ -174,7 +175,7 @@ func (w *world) start() {
 	w.registry = prometheus.NewRegistry()
 	s, err := New(Config{
 		Store: w.store, Agents: w.follow, Clock: w.clock, Epoch: w.epoch, LeaseUID: "lease", Events: w.events,
-		Logger: slog.New(slog.NewTextHandler(io.Discard, nil)), Registerer: w.registry, Resolver: w.resolver,
+		Logger: slog.New(slog.NewTextHandler(io.Discard, nil)), Registerer: w.registry, Resolver: w.resolver, Pods: w.pods.orNil(),
 	})
 	if err != nil {
 		w.t.Fatal(err)
