@@ -26,6 +26,7 @@ import (
 	"github.com/flux-sandbox/flux-sandbox/internal/kube/certificates"
 	"github.com/flux-sandbox/flux-sandbox/internal/kube/events"
 	"github.com/flux-sandbox/flux-sandbox/internal/kube/leader"
+	"github.com/flux-sandbox/flux-sandbox/internal/kube/pods"
 	"github.com/flux-sandbox/flux-sandbox/internal/observability"
 	"github.com/flux-sandbox/flux-sandbox/internal/scheduler"
 	"github.com/flux-sandbox/flux-sandbox/internal/store/kube"
@@ -265,8 +266,17 @@ func (c *controller) lead(ctx context.Context, identity string) error {
 	defer c.leading.Set(0)
 	registry := prometheus.NewRegistry()
 	defer c.term.set(registry)()
+	// Only the leader watches Pods.
+	ofTerm, cancel := context.WithCancel(ctx)
+	podsOf, err := pods.New(ofTerm, c.client, c.log.With("component", "pods"))
+	if err != nil {
+		cancel()
+		return err
+	}
+	defer podsOf.Wait()
+	defer cancel()
 	s, err := scheduler.New(scheduler.Config{Store: c.store, Agents: c.agents, Epoch: epoch, LeaseUID: c.cluster + "/" + c.Lease,
-		Logger: c.log.With("component", "scheduler"), Registerer: registry, Events: c.events})
+		Logger: c.log.With("component", "scheduler"), Registerer: registry, Events: c.events, Pods: podsOf})
 	if err != nil {
 		return err
 	}

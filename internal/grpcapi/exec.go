@@ -49,6 +49,9 @@ func (s *sandboxService) Exec(stream grpc.BidiStreamingServer[sandboxv1.ExecRequ
 	if err != nil {
 		return err
 	}
+	if err := checkOwnContainer(sb, "exec", "runs no command here"); err != nil {
+		return err
+	}
 	if err := checkRuns(sb); err != nil {
 		return err
 	}
@@ -161,6 +164,9 @@ func (s *sandboxService) Logs(req *sandboxv1.LogsRequest, stream grpc.ServerStre
 	if err != nil {
 		return err
 	}
+	if err := checkOwnContainer(sb, "logs", "has its logs at the API server"); err != nil {
+		return err
+	}
 	if sb.Status.Node == "" {
 		return fault.New(errdefs.ErrFailedPrecondition, fault.SandboxNotRunning,
 			"sandbox %s has no logs: it has not been given a node yet (%s)", keyOf(sb), sb.Status.Message)
@@ -187,6 +193,20 @@ func (s *sandboxService) Logs(req *sandboxv1.LogsRequest, stream grpc.ServerStre
 			return err
 		}
 	}
+}
+
+// checkOwnContainer refuses sandboxes that are Pods: who may run something in a Pod, or read what it wrote, is Kubernetes'
+// to decide.
+func checkOwnContainer(sb *v1alpha1.Sandbox, verb, what string) error {
+	pod := sb.Name
+	switch {
+	case sb.Spec.PodRef != nil:
+		pod = sb.Spec.PodRef.Name
+	case sb.Spec.Template == nil:
+		return nil
+	}
+	return fault.New(errdefs.ErrNotImplemented, fault.InvalidRequest, "sandbox %s is Pod %s and %s: use kubectl %s -n %s %s",
+		keyOf(sb), pod, what, verb, sb.Namespace, pod)
 }
 
 // checkRuns refuses sandboxes in which no command can be run.

@@ -211,6 +211,10 @@ func (s *sandboxService) PauseSandbox(ctx context.Context, req *sandboxv1.PauseS
 		if fresh.DeletionTimestamp != nil {
 			return fault.New(errdefs.ErrFailedPrecondition, fault.SandboxTerminating, "sandbox %s is being deleted and can be neither paused nor resumed", keyOf(fresh))
 		}
+		if paused && fresh.Spec.PodRef != nil {
+			return fault.New(errdefs.ErrFailedPrecondition, fault.InvalidRequest,
+				"sandbox %s is Pod %s of somebody else's and cannot be paused: stop the Pod instead", keyOf(fresh), fresh.Spec.PodRef.Name)
+		}
 		if phase := fresh.Status.Phase; paused && (phase == v1alpha1.SandboxSucceeded || phase == v1alpha1.SandboxFailed) {
 			return fault.New(errdefs.ErrFailedPrecondition, fault.SandboxNotRunning, "sandbox %s has ended (%s) and cannot be paused", keyOf(fresh), phase)
 		}
