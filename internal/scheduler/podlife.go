@@ -164,7 +164,8 @@ func (p *pass) podStage() stage {
 	case p.unmount:
 		return stageHeld
 	case p.pod.Container == "":
-		p.off = fault.New(errdefs.ErrInvalidArgument, fault.InvalidRequest, "Pod %s does not have the container that is to get the volumes: look at podRef.container, or the Pod's annotation", p.pod.Name)
+		p.off = fault.New(errdefs.ErrInvalidArgument, fault.InvalidRequest,
+			"Pod %s does not have the container that is to get the volumes: look at podRef.container, or the annotation %s of the Pod", p.pod.Name, v1alpha1.AnnotationContainer)
 		return stageHeld
 	case p.podRuns():
 		return stageRunning

@@ -11,6 +11,11 @@ const (
 	FinalizerVolumes = "sandbox.flux.io/volumes"
 	// LabelTenantID names the tenant of a Namespace, or of a PersistentVolume or claim.
 	LabelTenantID = "sandbox.flux.io/tenant-id"
+	// LabelSandbox is on the Pod that a Sandbox makes from its template, with the Sandbox's name.
+	LabelSandbox = "sandbox.flux.io/sandbox"
+	// AnnotationContainer, on a Pod, names the container that gets the volumes, unless podRef does; it is the Pod's first
+	// without it.
+	AnnotationContainer = "sandbox.flux.io/container"
 	// MinMemoryBytes and MinCPUMilli are the smallest limits that can be enforced: what the runtime and the sandbox's
 	// PID 1 need themselves, and 1 ms in 100 ms.
 	MinMemoryBytes = 8 << 20

@@ -3,7 +3,7 @@
 //
 // # What is watched
 //
-// A Pod that a sandbox owns bears the label LabelSandbox, and one watch follows all that do: what it costs grows with the
+// A Pod that a sandbox owns bears the label sandbox.flux.io/sandbox, and one watch follows all that do: what it costs grows with the
 // sandboxes, not with the cluster. The label only finds them; who owns a Pod is said by its controller reference, by UID,
 // so that a Pod of the right name and label that somebody else made is never taken for ours.
 //

@@ -14,9 +14,6 @@ import (
 	"github.com/flux-sandbox/flux-sandbox/internal/scheduler"
 )
 
-// AnnotationContainer, on a Pod, names the container that gets the volumes, unless podRef does; the first without it.
-const AnnotationContainer = "sandbox.flux.io/container"
-
 // facts is what is kept of a Pod.
 type facts struct {
 	// The name, the UID, the controller, the deletion and our annotation.
@@ -57,8 +54,8 @@ func factsOf(pod *corev1.Pod) *facts {
 	if owner := metav1.GetControllerOf(pod); owner != nil {
 		f.OwnerReferences = []metav1.OwnerReference{*owner}
 	}
-	if name := pod.Annotations[AnnotationContainer]; name != "" {
-		f.Annotations = map[string]string{AnnotationContainer: name}
+	if name := pod.Annotations[v1alpha1.AnnotationContainer]; name != "" {
+		f.Annotations = map[string]string{v1alpha1.AnnotationContainer: name}
 	}
 	for i := range pod.Spec.Containers {
 		f.containers = append(f.containers, containerOf(pod, pod.Spec.Containers[i].Name))
@@ -162,7 +159,7 @@ func (f *facts) view(sb *v1alpha1.Sandbox) *scheduler.Pod {
 	pod := &scheduler.Pod{
 		Name: f.Name, UID: f.UID, Node: f.node, Phase: f.phase, Reason: f.reason, Message: f.message, Deleting: f.DeletionTimestamp != nil,
 	}
-	name := f.Annotations[AnnotationContainer]
+	name := f.Annotations[v1alpha1.AnnotationContainer]
 	if ref := sb.Spec.PodRef; ref != nil && ref.Container != "" {
 		name = ref.Container
 	}

@@ -24,9 +24,6 @@ import (
 	"github.com/flux-sandbox/flux-sandbox/internal/store"
 )
 
-// LabelSandbox is on every Pod that a sandbox owns, with the sandbox's name.
-const LabelSandbox = "sandbox.flux.io/sandbox"
-
 // Pods implements scheduler.Pods.
 type Pods struct {
 	client kubernetes.Interface
@@ -68,7 +65,7 @@ func New(ctx context.Context, client kubernetes.Interface, log *slog.Logger) (*P
 		names: map[types.UID]store.Key{}, byPod: map[store.Key][]types.UID{},
 	}
 	var err error
-	p.owned, err = p.watch("", func(o *metav1.ListOptions) { o.LabelSelector = LabelSandbox }, p.ownedChanged)
+	p.owned, err = p.watch("", func(o *metav1.ListOptions) { o.LabelSelector = v1alpha1.LabelSandbox }, p.ownedChanged)
 	return p, err
 }
 

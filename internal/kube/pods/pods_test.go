@@ -111,7 +111,7 @@ func (c *cluster) live(name string) *corev1.Pod {
 func owner(name, uid string) *v1alpha1.Sandbox {
 	sb := &v1alpha1.Sandbox{ObjectMeta: metav1.ObjectMeta{Namespace: "ns", Name: name, UID: types.UID(uid)}}
 	sb.Spec.Template = &corev1.PodTemplateSpec{
-		ObjectMeta: metav1.ObjectMeta{Labels: map[string]string{"app": "x", pods.LabelSandbox: "forged"}, Annotations: map[string]string{"note": "y"}},
+		ObjectMeta: metav1.ObjectMeta{Labels: map[string]string{"app": "x", v1alpha1.LabelSandbox: "forged"}, Annotations: map[string]string{"note": "y"}},
 		Spec:       corev1.PodSpec{Containers: []corev1.Container{{Name: "main", Image: "busybox"}, {Name: "side", Image: "busybox"}}},
 	}
 	return sb
@@ -141,11 +141,11 @@ func TestAPodIsMadeFromTheTemplate(t *testing.T) {
 	}
 	made := c.live("a")
 	ref := metav1.GetControllerOf(made)
-	if !maps.Equal(made.Labels, map[string]string{"app": "x", pods.LabelSandbox: "a"}) || made.Annotations["note"] != "y" || len(made.Spec.Containers) != 2 ||
+	if !maps.Equal(made.Labels, map[string]string{"app": "x", v1alpha1.LabelSandbox: "a"}) || made.Annotations["note"] != "y" || len(made.Spec.Containers) != 2 ||
 		ref == nil || ref.UID != "sb-1" || ref.Kind != "Sandbox" || ref.APIVersion != "sandbox.flux.io/v1alpha1" || !ptr.Deref(ref.BlockOwnerDeletion, false) {
 		t.Errorf("%+v", made)
 	}
-	if sb.Spec.Template.Labels[pods.LabelSandbox] != "forged" {
+	if sb.Spec.Template.Labels[v1alpha1.LabelSandbox] != "forged" {
 		t.Error("the sandbox was changed")
 	}
 	// Again is success, and makes none.
@@ -177,7 +177,7 @@ func TestAPodIsMadeFromTheTemplate(t *testing.T) {
 
 func TestAPodOfSomebodyElseIsNeverTakenForOurs(t *testing.T) {
 	labelled := foreign("b", "p-2")
-	labelled.Labels = map[string]string{pods.LabelSandbox: "b"}
+	labelled.Labels = map[string]string{v1alpha1.LabelSandbox: "b"}
 	formers := foreign("d", "p-3")
 	formers.OwnerReferences = []metav1.OwnerReference{{Kind: "Sandbox", Name: "d", UID: "another-sandbox", Controller: ptr.To(true)}}
 	c := start(t, foreign("a", "p-1"), labelled, formers)
@@ -221,7 +221,7 @@ func TestAnAdoptedPodIsOnlyRead(t *testing.T) {
 	now := time.Now()
 	pod := foreign("web-0", "p-1")
 	pod.DeletionTimestamp = &metav1.Time{Time: now}
-	pod.Annotations = map[string]string{pods.AnnotationContainer: "side"}
+	pod.Annotations = map[string]string{v1alpha1.AnnotationContainer: "side"}
 	c.put(pod)
 	for _, sb := range []*v1alpha1.Sandbox{a, b} {
 		if pod := c.get(sb, "deleting", func(p *scheduler.Pod) bool { return p != nil && p.Deleting }); pod.Container != "side" {

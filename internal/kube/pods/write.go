@@ -84,7 +84,7 @@ func podOf(sb *v1alpha1.Sandbox) *corev1.Pod {
 	if labels == nil {
 		labels = map[string]string{}
 	}
-	labels[LabelSandbox] = sb.Name
+	labels[v1alpha1.LabelSandbox] = sb.Name
 	return &corev1.Pod{
 		ObjectMeta: metav1.ObjectMeta{
 			Namespace: sb.Namespace, Name: sb.Name, Labels: labels, Annotations: t.Annotations,
