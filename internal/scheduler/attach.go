@@ -310,6 +310,8 @@ func (m *VolumeManager) attached(p *pass, v *volumeState, r result) {
 		case r.op.pod != nil && r.op.now && fault.ReasonOf(r.err) == fault.SandboxNotRunning:
 			v.atCreate = true // it is attached when the container is created again
 			p.lookAt(p.now)
+		case r.op.pod != nil && v.formerPod(p, r.err):
+			m.log(p, "attach waits for the former Pod's end", &e.DynamicVolume, v, r, r.err)
 		case v.stale(p, r.err):
 			m.log(p, "attach is repeated", &e.DynamicVolume, v, r, r.err)
 		default:

@@ -33,10 +33,15 @@ func (p *pass) absorb(r result) {
 	}
 	a.lifeErr, a.lifeRetry.due = nil, time.Time{}
 	a.done, a.doneUntil = r.op.verb, p.now.Add(confirmAfter)
-	if r.op.verb == verbDelete {
+	switch {
+	case r.op.verb == verbDelete:
 		a.gone = true
 		p.registry.dropState(r.op.node, a.uid)
-	} else if r.state != nil {
+	case r.op.verb == verbCreatePod:
+		p.event(p.sb, EventNormal, "PodCreated", "Pod "+p.sb.Name+" is made from the template")
+	case r.op.verb == verbDeletePod:
+		p.event(p.sb, EventNormal, "PodDeleted", "Pod "+p.sb.Name+" is to end")
+	case r.state != nil:
 		p.registry.setState(r.op.node, a.uid, r.state, r.op.heard)
 	}
 	p.log(string(r.op.verb)+" done", "node", r.op.node, "operationId", r.op.id, "took", p.now.Sub(r.op.started))

@@ -184,7 +184,7 @@ func (f *fakeAgent) Attach(ctx context.Context, in *agentv1.AttachRequest, _ ...
 			return nil, fault.ToGRPC(fault.New(errdefs.ErrFailedPrecondition, fault.SandboxNotRunning, "the container does not run"))
 		}
 		if of := s.GetWorkload().GetPod().GetUid(); of != pod.GetUid() && len(s.GetVolumes()) > 0 {
-			return nil, fault.ToGRPC(fault.New(errdefs.ErrFailedPrecondition, fault.TargetInUse, "the node has volumes of Pod %s", of))
+			return nil, fault.ToGRPC(fault.New(errdefs.ErrUnavailable, fault.OperationPending, "the sandbox is still Pod %s", of))
 		}
 		if s == nil || s.GetWorkload().GetPod().GetUid() != pod.GetUid() {
 			s = &agentv1.SandboxState{Uid: uid, Workload: in.GetWorkload(), ContainerId: "c-" + pod.GetUid(), Phase: f.podPhase(pod.GetUid())}

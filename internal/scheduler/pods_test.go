@@ -306,6 +306,32 @@ func TestARebuiltPodDoesNotGetTheFormerOnesRecords(t *testing.T) {
 	})
 }
 
+// An agent that has not noticed yet that the former Pod is gone is waited for, and the volume has not failed.
+func TestTheFormerPodsEndIsWaitedFor(t *testing.T) {
+	w := podWorld(t)
+	w.agent().with(func() {
+		later := fault.New(errdefs.ErrUnavailable, fault.OperationPending, "the sandbox is still Pod x")
+		gone := fault.New(errdefs.ErrFailedPrecondition, fault.PodGone, "the Pod is gone")
+		w.agent().faults["attach /data"] = []error{later, gone, later, later, later}
+	})
+	w.create("a", func(sb *v1alpha1.Sandbox) {
+		owned(sb)
+		v := local("/data", "r-1")
+		v.OnFailure = v1alpha1.OnFailureRemove
+		sb.Spec.DynamicVolumes = []v1alpha1.DynamicVolume{v}
+	})
+	w.pod("a", "")
+	w.schedule("a", "n1")
+	begun := w.clock.Now()
+	w.within(time.Second, "prepared", func() bool { r := w.row("a", "/data"); return r != nil && r.Reason == ReasonWaitingForContainer })
+	if w.entry("a", "/data") == nil {
+		t.Error("the entry went")
+	}
+	if took := w.clock.Since(begun); took < 10*time.Second {
+		t.Errorf("5 refusals in %s: they are not waited for", took)
+	}
+}
+
 func TestPauseDeletesThePodAndResumeRebuildsIt(t *testing.T) {
 	w := podWorld(t)
 	w.create("a", func(sb *v1alpha1.Sandbox) {

@@ -6,6 +6,7 @@ import (
 
 	agentv1 "github.com/flux-sandbox/flux-sandbox/api/proto/agent/v1"
 	"github.com/flux-sandbox/flux-sandbox/api/sandbox/v1alpha1"
+	"github.com/flux-sandbox/flux-sandbox/internal/fault"
 )
 
 // ReasonWaitingForContainer is the reason of a Pending volume that is prepared on its Pod's node: the agent attaches it
@@ -44,6 +45,21 @@ func (p *pass) aimAtPod(op *operation, v *volumeState, request *agentv1.AttachRe
 		Uid: string(p.a.uid), Namespace: p.sb.Namespace, Name: p.sb.Name, Workload: request.Workload, ContainerId: p.pod.ContainerID, Phase: phase,
 	}
 }
+
+// formerPod deals with an attach that the agent refuses as it still takes the sandbox for a Pod that is gone, or that is
+// going, and says whether it does. That is soon over and no failure of the volume, which its entry must not go for.
+func (v *volumeState) formerPod(p *pass, err error) bool {
+	if reason := fault.ReasonOf(err); reason != fault.OperationPending && reason != fault.PodGone {
+		return false
+	}
+	v.retry.failed(p.now)
+	v.retry.attempts = min(v.retry.attempts, formerPodRetries)
+	p.lookAt(v.retry.due)
+	return true
+}
+
+// formerPodRetries bounds the wait between two tries to the third: 4 s.
+const formerPodRetries = 2
 
 // prepared deals with a volume that the agent attaches when the Pod's container is created. Should the container run
 // and the volume not come, it is asked for.

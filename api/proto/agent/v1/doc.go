@@ -8,8 +8,7 @@ import "time"
 // CapabilityDynamicVolumes is the capability, in an agent's inventory, of attaching volumes to running sandboxes.
 const CapabilityDynamicVolumes = "dynamic-volumes"
 
-// CapabilityPods is the capability of attaching volumes to the containers of Pods. Nothing about a Pod is asked of an agent
-// without it.
+// CapabilityPods is that of attaching volumes to containers of Pods: commands with Workload.pod.
 const CapabilityPods = "pods"
 
 // Window is the size of the flow-control windows of an agent's connections, in bytes. It is fixed, as finding out a better
