@@ -58,10 +58,13 @@ func (p *pass) podLifecycle(ctx context.Context) error {
 	return nil
 }
 
-// adopted is the Pod of podRef, which is held to its UID from the first time on that it is seen. When it is gone the
-// sandbox has failed: whoever has the name now is not followed.
+// adopted is the Pod of podRef, which is held to its UID from the first time on that it is seen, unless it is on its way
+// out by then. When it is gone the sandbox has failed: whoever has the name now is not followed.
 func (p *pass) adopted(ctx context.Context, pod *Pod) (*Pod, error) {
 	ref := p.sb.Spec.PodRef
+	if ref.UID == "" && pod != nil && pod.Deleting {
+		pod = nil
+	}
 	if ref.UID == "" && pod != nil {
 		if err := p.updateSpec(ctx, func(o *v1alpha1.Sandbox) error {
 			if o.Spec.PodRef.UID == "" {

@@ -442,6 +442,16 @@ func TestAPodThatIsNotThereYet(t *testing.T) {
 	w := podWorld(t)
 	w.create("a", ofPod("later", ""))
 	w.eventually("waits", func() bool { return w.get("a").Status.Reason == string(fault.PodNotFound) })
+	// One that is on its way out is not meant: the next of a StatefulSet has the same name.
+	w.pods.mu.Lock()
+	w.pods.put("later")
+	w.pods.pods["later"].Deleting = true
+	w.pods.mu.Unlock()
+	w.look("a")
+	if ref := w.get("a").Spec.PodRef; ref.UID != "" {
+		t.Errorf("podRef %+v", ref)
+	}
+	w.pods.gone("later")
 	pod := w.pods.foreign("later")
 	w.eventually("adopted", func() bool { return w.get("a").Spec.PodRef.UID == pod })
 	// One that is named by its UID has been there.
