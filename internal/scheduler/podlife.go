@@ -217,7 +217,7 @@ func (p *pass) showPod() {
 		p.condition(v1alpha1.ConditionScheduled, false, either(pod.Reason, "PodPending"), pod.Message)
 	}
 	switch {
-	case podEnded(pod.Phase) && !p.isRebuilt():
+	case podEnded(pod.Phase) && !pod.Deleting && !p.isRebuilt(): // that it is deleted ends it as well, and says nothing
 		phase, reason := v1alpha1.SandboxSucceeded, "Completed"
 		if pod.Phase == corev1.PodFailed {
 			phase, reason = v1alpha1.SandboxFailed, "PodFailed"
@@ -241,7 +241,9 @@ func (p *pass) showPod() {
 		st.Reason, st.Message = string(fault.ReasonOf(err)), err.Error()
 	case pod.Deleting && p.sb.Spec.PodRef != nil:
 		st.Reason, st.Message = reasonPodTerminating, "the Pod is being deleted; the sandbox ends with it"
-	case pod.Deleting && !p.sb.Spec.Paused:
+	case pod.Deleting && p.sb.Spec.Paused:
+		st.Reason, st.Message = "", ""
+	case pod.Deleting:
 		st.Reason, st.Message = reasonPodTerminating, "the Pod is being deleted; it is made again when it is gone"
 	case p.unreachable && st.Reason == "" && len(p.entries) > 0:
 		st.Reason, st.Message = string(fault.AgentUnavailable), "the agent of node "+st.Node+" cannot be reached"

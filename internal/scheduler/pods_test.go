@@ -84,7 +84,7 @@ func TestATemplateIsOnePodOfTheSandboxsName(t *testing.T) {
 		t.Error("the agent was asked before the Pod had a node")
 	}
 	w.pods.change("a", func(p *Pod) { p.Reason, p.Message, p.Node = "", "", "n1" })
-	row := w.rowIs("a", "/data", v1alpha1.VolumePending)
+	w.rowIs("a", "/data", v1alpha1.VolumePending)
 	w.eventually("prepared", func() bool {
 		return w.row("a", "/data").Reason == ReasonWaitingForContainer && w.row("a", "/pub").Reason == ReasonWaitingForContainer
 	})
@@ -102,8 +102,7 @@ func TestATemplateIsOnePodOfTheSandboxsName(t *testing.T) {
 	})
 	w.podStarts("a")
 	w.phase("a", v1alpha1.SandboxRunning)
-	row = w.rowIs("a", "/data", v1alpha1.VolumeMounted)
-	if row.Attached != v1alpha1.AttachedBeforeStart {
+	if row := w.rowIs("a", "/data", v1alpha1.VolumeMounted); row.Attached != v1alpha1.AttachedBeforeStart {
 		t.Errorf("row %+v", row)
 	}
 	w.eventually("ready", func() bool {
@@ -357,6 +356,38 @@ func TestPauseDeletesThePodAndResumeRebuildsIt(t *testing.T) {
 	w.podStarts("a")
 	w.phase("a", v1alpha1.SandboxRunning)
 	w.rowIs("a", "/data", v1alpha1.VolumeMounted)
+}
+
+// A Pod that is deleted may have failed by that: its processes were killed. That is not how the sandbox ends.
+func TestADeletedPodHasNotFailed(t *testing.T) {
+	for name, paused := range map[string]bool{"paused": true, "deleted by hand": false} {
+		t.Run(name, func(t *testing.T) {
+			w := podWorld(t)
+			w.pods.lingers = true
+			w.create("a", func(sb *v1alpha1.Sandbox) {
+				owned(sb)
+				sb.Spec.Template.Spec.RestartPolicy = corev1.RestartPolicyNever
+			})
+			w.podRunning("a")
+			w.phase("a", v1alpha1.SandboxRunning)
+			first := w.pods.get("a").UID
+			if paused {
+				w.change("a", func(sb *v1alpha1.Sandbox) { sb.Spec.Paused = true })
+				w.eventually("deleted", func() bool { return w.pods.get("a").Deleting })
+			}
+			w.pods.change("a", func(p *Pod) { p.Deleting, p.Phase, p.Running, p.Reason = true, corev1.PodFailed, false, "Error" })
+			w.phase("a", v1alpha1.SandboxPending)
+			w.pods.gone("a")
+			if !paused {
+				w.pod("a", first)
+				return
+			}
+			w.phase("a", v1alpha1.SandboxPaused)
+			if st := w.get("a").Status; st.Reason != "" {
+				t.Errorf("status %+v", st)
+			}
+		})
+	}
 }
 
 // The Pod goes first, so that its processes end while their volumes are there.
