@@ -184,6 +184,7 @@ func (s *Scheduler) Run(ctx context.Context) error {
 		}
 		return s.followAgents(ctx, g)
 	})
+	g.Go(func() error { return s.followVolumes(ctx) })
 	for range s.Workers {
 		g.Go(func() error {
 			if !wait(ctx, sandboxes) {

@@ -22,7 +22,7 @@ func nodeState(t *testing.T) state {
 	t.Helper()
 	s := state{}
 	for line := range strings.Lines(read(t, "/proc/self/mountinfo")) {
-		if fields := strings.Fields(line); strings.Contains(line, "flux-localcluster/volumes") || strings.Contains(line, "flux-sandbox/") {
+		if fields := strings.Fields(line); strings.Contains(line, "flux-localcluster/volumes") || strings.Contains(line, "/run/flux-localcluster/containerd/") && strings.Contains(line, "/flux-sandbox/") {
 			s = append(s, "mount "+fields[4])
 		}
 	}
