@@ -216,7 +216,7 @@ func wait(ctx context.Context, done <-chan struct{}) bool {
 func (s *Scheduler) work(ctx context.Context) {
 	for {
 		it, ok := s.queue.get()
-		if !ok {
+		if !ok || ctx.Err() != nil {
 			return
 		}
 		if it.node != "" {
