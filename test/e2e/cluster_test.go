@@ -54,14 +54,15 @@ type cluster struct {
 	config    *rest.Config
 	client    kubernetes.Interface
 	dynamic   dynamic.Interface
-	namespace string // the tenant's name, too
+	namespace string
+	tenant    string
 	// before is the node's state at first; nil in a namespace beside another test's, which looks at it.
 	before state
 }
 
 // open makes a namespace with a group whose gate is on. At the test's end everything is deleted, and the node must be as
 // it was.
-func open(t *testing.T) *cluster {
+func open(t *testing.T, changes ...func(*cluster)) *cluster {
 	t.Helper()
 	testenv.NeedRoot(t)
 	if os.Getenv(kubeconfigEnv) == "" {
@@ -75,7 +76,10 @@ func open(t *testing.T) *cluster {
 	must(t, err)
 	c.dynamic, err = dynamic.NewForConfig(config)
 	must(t, err)
-	c.before = nodeState(t)
+	c.before, c.tenant = nodeState(t), c.namespace
+	for _, change := range changes {
+		change(c)
+	}
 	c.setUp()
 	return c
 }
@@ -84,7 +88,7 @@ func open(t *testing.T) *cluster {
 func (c *cluster) beside() *cluster {
 	c.t.Helper()
 	other := *c
-	other.namespace, other.before = c.namespace+"-2", nil
+	other.namespace, other.tenant, other.before = c.namespace+"-2", c.namespace+"-2", nil
 	other.setUp()
 	return &other
 }
@@ -93,7 +97,7 @@ func (c *cluster) setUp() {
 	t := c.t
 	t.Helper()
 	_, err := c.client.CoreV1().Namespaces().Create(t.Context(), &corev1.Namespace{ObjectMeta: metav1.ObjectMeta{
-		Name: c.namespace, Labels: map[string]string{v1alpha1.LabelTenantID: c.namespace}}}, metav1.CreateOptions{})
+		Name: c.namespace, Labels: map[string]string{v1alpha1.LabelTenantID: c.tenant}}}, metav1.CreateOptions{})
 	must(t, err)
 	must(t, os.MkdirAll(c.data(), 0o755))
 	t.Cleanup(c.close)
@@ -111,7 +115,7 @@ func (c *cluster) close() {
 	if err := c.client.CoreV1().Namespaces().Delete(ctx, c.namespace, metav1.DeleteOptions{}); err != nil {
 		c.t.Error(err)
 	}
-	for _, dir := range []string{c.data(), filepath.Join(volumesDir, "scratch", c.namespace)} {
+	for _, dir := range []string{c.data(), filepath.Join(volumesDir, "scratch", c.tenant)} {
 		if err := os.RemoveAll(dir); err != nil {
 			c.t.Error(err)
 		}
@@ -157,7 +161,7 @@ func (c *cluster) dump(ctx context.Context) {
 
 // data is a folder of the tenant's below the node's allow-list.
 func (c *cluster) data(elem ...string) string {
-	return filepath.Join(append([]string{volumesDir, "tenants", c.namespace}, elem...)...)
+	return filepath.Join(append([]string{volumesDir, "tenants", c.tenant}, elem...)...)
 }
 
 // dir makes a folder of the tenant's, and returns it.
