@@ -13,7 +13,6 @@ import (
 	"github.com/flux-sandbox/flux-sandbox/internal/containers"
 	"github.com/flux-sandbox/flux-sandbox/internal/mount"
 	"github.com/flux-sandbox/flux-sandbox/internal/volume"
-	"github.com/flux-sandbox/flux-sandbox/internal/volume/local"
 )
 
 // Programs are where the programs lie that run beside and inside of sandboxes. The paths are recorded in containers, so
@@ -40,7 +39,7 @@ func Open(ctx context.Context, config Config, programs Programs, log *slog.Logge
 			return nil, fmt.Errorf("create %s: %w", dir, err)
 		}
 	}
-	source, err := local.New(config.Volumes.Local, nil)
+	source, err := config.source()
 	if err != nil {
 		return nil, Invalid("volumes.local: %w", err)
 	}

@@ -296,6 +296,8 @@ type Volume struct {
 	AtCreate                bool
 	// Hash is the entry's; made of the fields when empty.
 	Hash string
+	// PersistentVolume is the one that vouches for the source.
+	PersistentVolume string
 }
 
 // Attach attaches a volume.
@@ -325,7 +327,7 @@ func (s *Sandbox) AttachRequest(v Volume) *agentv1.AttachRequest {
 		v.Hash = fmt.Sprintf("%s|%s|%s|%d", v.Source, v.SubPath, mode, v.Size)
 	}
 	return &agentv1.AttachRequest{Command: s.command(), When: when, TenantId: s.Tenant, Target: v.Target, Mode: string(mode),
-		SubPath: v.SubPath, SizeLimitBytes: v.Size, EntryHash: v.Hash, Source: &agentv1.AttachRequest_Local{Local: &agentv1.LocalSource{Path: v.Source}}}
+		SubPath: v.SubPath, SizeLimitBytes: v.Size, EntryHash: v.Hash, Source: &agentv1.AttachRequest_Local{Local: &agentv1.LocalSource{Path: v.Source, PersistentVolume: v.PersistentVolume}}}
 }
 
 // Detach detaches a target and returns the answer.
