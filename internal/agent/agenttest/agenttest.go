@@ -185,6 +185,8 @@ type Sandbox struct {
 	Command []string
 	Restart v1alpha1.RestartPolicy
 	Memory  int64
+	// Pod is set for a sandbox that is a container of a Pod.
+	Pod *agentv1.PodWorkload
 
 	UID        string
 	Generation int64
@@ -324,7 +326,11 @@ func (s *Sandbox) AttachRequest(v Volume) *agentv1.AttachRequest {
 	if v.Hash == "" {
 		v.Hash = fmt.Sprintf("%s|%s|%s|%d", v.Source, v.SubPath, mode, v.Size)
 	}
-	return &agentv1.AttachRequest{Command: s.command(), When: when, TenantId: s.Tenant, Target: v.Target, Mode: string(mode),
+	var workload *agentv1.Workload
+	if s.Pod != nil {
+		workload = &agentv1.Workload{Kind: &agentv1.Workload_Pod{Pod: s.Pod}}
+	}
+	return &agentv1.AttachRequest{Command: s.command(), Workload: workload, When: when, TenantId: s.Tenant, Target: v.Target, Mode: string(mode),
 		SubPath: v.SubPath, SizeLimitBytes: v.Size, EntryHash: v.Hash, Source: &agentv1.AttachRequest_Local{Local: &agentv1.LocalSource{Path: v.Source}}}
 }
 

@@ -8,6 +8,9 @@ import "time"
 // CapabilityDynamicVolumes is the capability, in an agent's inventory, of attaching volumes to running sandboxes.
 const CapabilityDynamicVolumes = "dynamic-volumes"
 
+// CapabilityPods is that of attaching volumes to containers of Pods: commands with Workload.pod.
+const CapabilityPods = "pods"
+
 // Window is the size of the flow-control windows of an agent's connections, in bytes. It is fixed, as finding out a better
 // one costs every call pings and window updates, which together take longer than the call.
 const Window = 1 << 20
