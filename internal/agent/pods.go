@@ -165,7 +165,7 @@ func (a *Agent) registerPod(uid string, want journal.Pod) (*sandbox, error) {
 	}
 	ref := pods.Ref{PodUID: want.UID, Container: want.Container}
 	if other, ok := a.podAt(ref); ok && other != sb {
-		return nil, fault.New(errdefs.ErrAlreadyExists, fault.Conflict, "container %s of Pod %s/%s is sandbox %s already", want.Container, want.Namespace, want.Name, other.uid)
+		return nil, fault.New(errdefs.ErrAlreadyExists, fault.SandboxExists, "container %s of Pod %s/%s is sandbox %s already", want.Container, want.Namespace, want.Name, other.uid)
 	}
 	if err := a.journal.Write(journal.Change{PutSandboxes: []journal.Sandbox{{UID: uid, Pod: want}}}); err != nil {
 		return nil, err

@@ -3,7 +3,9 @@ package pods
 import (
 	"context"
 	"encoding/json"
+	"errors"
 	"fmt"
+	"os"
 	"slices"
 	"strings"
 	"time"
@@ -14,6 +16,7 @@ import (
 	"github.com/containerd/errdefs"
 	"github.com/containerd/errdefs/pkg/errgrpc"
 	"github.com/opencontainers/runtime-spec/specs-go"
+	"golang.org/x/sys/unix"
 
 	"github.com/flux-sandbox/flux-sandbox/internal/fault"
 )
@@ -53,7 +56,7 @@ type Facts struct {
 	Runtime string
 	// SysAdmin: it can have CAP_SYS_ADMIN, and with it change or take away any mount of its own.
 	SysAdmin bool
-	// HostPID: it has the host's PID namespace.
+	// HostPID: it has the host's PID namespace. Known while it is Alive.
 	HostPID bool
 	// Shared are the places of its mounts that propagate to the host and others (Bidirectional in Kubernetes).
 	Shared []string
@@ -136,8 +139,29 @@ func (r *Runtime) container(ctx context.Context, record containers.Container) (C
 	switch status := answer.GetProcess().GetStatus(); status {
 	case tasktypes.Status_CREATED, tasktypes.Status_RUNNING, tasktypes.Status_PAUSED, tasktypes.Status_PAUSING:
 		c.Alive, c.Started, c.PID = true, status != tasktypes.Status_CREATED, int(answer.GetProcess().GetPid())
+		host, err := hostPIDNamespace(c.PID)
+		// proc_ns_readlink says EACCES of a process that is gone since /proc found it.
+		if errors.Is(err, os.ErrNotExist) || errors.Is(err, os.ErrPermission) || errors.Is(err, unix.ESRCH) {
+			c.Alive, c.Started, c.PID = false, false, 0 // it ended just now
+			return c, nil
+		}
+		if err != nil {
+			return c, fmt.Errorf("the PID namespace of container %s: %w", record.ID, err)
+		}
+		c.Facts.HostPID = host
 	}
 	return c, nil
+}
+
+// hostPIDNamespace says whether a process has our PID namespace, which is the host's. A specification does not tell: the
+// CRI gives every container the namespace of its Pod's sandbox, by a path in /proc.
+func hostPIDNamespace(pid int) (bool, error) {
+	own, err := os.Readlink("/proc/self/ns/pid")
+	if err != nil {
+		return false, err
+	}
+	theirs, err := os.Readlink(fmt.Sprintf("/proc/%d/ns/pid", pid))
+	return own == theirs, err
 }
 
 // factsOf reads a container's specification.
@@ -153,10 +177,6 @@ func factsOf(record containers.Container) (Facts, error) {
 	if spec.Process != nil && spec.Process.Capabilities != nil {
 		c := spec.Process.Capabilities
 		f.SysAdmin = slices.Contains(slices.Concat(c.Bounding, c.Permitted, c.Effective, c.Inheritable, c.Ambient), "CAP_SYS_ADMIN")
-	}
-	if spec.Linux != nil {
-		// No entry for a namespace means the runtime's own, the host's (runtime-spec, config-linux.md, Namespaces).
-		f.HostPID = !slices.ContainsFunc(spec.Linux.Namespaces, func(n specs.LinuxNamespace) bool { return n.Type == specs.PIDNamespace })
 	}
 	for _, m := range spec.Mounts {
 		if slices.Contains(m.Options, "shared") || slices.Contains(m.Options, "rshared") {

@@ -194,14 +194,11 @@ func (e *Env) startDaemon(binary string) error {
 		}
 		e.cri = cri.NewRuntimeServiceClient(e.conn)
 	}
-	for {
-		if _, err = e.cri.Version(ctx, &cri.VersionRequest{}, grpc.WaitForReady(true)); err == nil {
-			break
-		}
-		if ctx.Err() != nil {
-			return fmt.Errorf("containerd does not answer: %w", err)
-		}
-		time.Sleep(20 * time.Millisecond)
+	if err := until(ctx, func() (bool, error) {
+		_, err = e.cri.Version(ctx, &cri.VersionRequest{}, grpc.WaitForReady(true))
+		return err == nil, nil
+	}); err != nil {
+		return fmt.Errorf("containerd does not answer: %w", err)
 	}
 	if e.Client == nil {
 		e.Client, err = containerd.New(e.Address)
@@ -232,15 +229,12 @@ func (e *Env) importImages() error {
 	}
 	images := cri.NewImageServiceClient(e.conn)
 	for _, name := range []string{image, pauseImage} {
-		for {
+		// The CRI follows containerd's events.
+		if err := until(ctx, func() (bool, error) {
 			r, err := images.ImageStatus(ctx, &cri.ImageStatusRequest{Image: &cri.ImageSpec{Image: name}})
-			if err != nil {
-				return err
-			}
-			if r.GetImage() != nil {
-				break
-			}
-			time.Sleep(10 * time.Millisecond) // the CRI follows containerd's events
+			return r.GetImage() != nil, err
+		}); err != nil {
+			return err
 		}
 	}
 	return nil
@@ -434,14 +428,13 @@ func (c *Container) Wait(tb testing.TB) int {
 	tb.Helper()
 	ctx, cancel := context.WithTimeout(tb.Context(), patience)
 	defer cancel()
-	for {
+	code := 0
+	must(tb, until(ctx, func() (bool, error) {
 		r, err := c.pod.env.cri.ContainerStatus(ctx, &cri.ContainerStatusRequest{ContainerId: c.ID})
-		must(tb, err)
-		if r.GetStatus().GetState() == cri.ContainerState_CONTAINER_EXITED {
-			return int(r.GetStatus().GetExitCode())
-		}
-		time.Sleep(5 * time.Millisecond)
-	}
+		code = int(r.GetStatus().GetExitCode())
+		return r.GetStatus().GetState() == cri.ContainerState_CONTAINER_EXITED, err
+	}))
+	return code
 }
 
 // Kill kills the present instance and waits for its end.
@@ -486,6 +479,22 @@ func (e *Env) Log() string {
 	text, _ := os.ReadFile(filepath.Join(e.Dir, "containerd.log"))
 	lines := strings.Split(string(text), "\n")
 	return strings.Join(lines[max(0, len(lines)-40):], "\n")
+}
+
+// until waits until a condition holds, which it looks at again and again.
+func until(ctx context.Context, condition func() (bool, error)) error {
+	ticker := time.NewTicker(5 * time.Millisecond)
+	defer ticker.Stop()
+	for {
+		if ok, err := condition(); ok || err != nil {
+			return err
+		}
+		select {
+		case <-ticker.C:
+		case <-ctx.Done():
+			return context.Cause(ctx)
+		}
+	}
 }
 
 func must(tb testing.TB, err error) {
