@@ -22,6 +22,7 @@ import (
 
 func TestMain(m *testing.M) {
 	mount.RunHelperIfAsked()
+	runChildIfAsked()
 	os.Exit(podstest.Main(func() int { return containerstest.Main(m) }))
 }
 

@@ -22,12 +22,12 @@ type podNode struct {
 	env *podstest.Env
 	// pods is what the running agent knows of Pods.
 	pods *pods.Runtime
-	// nri is the socket that agents started from now on use; allow is PrivilegedPods.
-	nri   string
-	allow bool
+	// nri is the socket that agents use which are started from now on.
+	nri string
 }
 
-func newPodNode(t *testing.T) *podNode {
+// newPodNode starts a node; change may change the configuration of each of its agents.
+func newPodNode(t *testing.T, change ...func(*agent.Config)) *podNode {
 	t.Helper()
 	p := &podNode{env: podstest.Shared(t)}
 	p.nri = p.env.NRISocket
@@ -41,7 +41,10 @@ func newPodNode(t *testing.T) *podNode {
 		r, err := pods.Open(context.Background(), pods.Config{Address: p.env.Address, NRISocket: p.nri})
 		must(t, err)
 		opened = append(opened, r)
-		p.pods, c.Pods, c.PrivilegedPods = r, r, p.allow
+		p.pods, c.Pods = r, r
+		for _, f := range change {
+			f(c)
+		}
 	})
 	p.connected(t)
 	return p
