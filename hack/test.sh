@@ -20,7 +20,7 @@ trap 'rm -f "$tally"' EXIT
 failed=()
 
 # Packages whose tests change the machine: one at a time.
-integration_dirs='^(internal/(mount|capacity|containers|agent)|test)(/|$)'
+integration_dirs='^(internal/(mount|capacity|containers|pods|agent)|test)(/|$)'
 
 # packages PATTERN: our packages whose path below the module matches, without those of the stage apiserver.
 packages() { go list -f '{{.ImportPath}}' ./... | sed "s|^$module/||" | grep -E "$1" | sed 's|^|./|' | grep -vxFf <(apiserver_packages); }
@@ -59,8 +59,13 @@ stage() {
 		FLUX_TEST_KUBE_BIN=$bin tests "API server" $(apiserver_packages)
 		;;
 	integration)
+		local bin
+		if ! bin=$(hack/containerd/build.sh cri); then
+			failed+=("integration: no containerd with CRI")
+			return
+		fi
 		flags='-race -p 1 -count=1'
-		tests integration $(packages "$integration_dirs" | grep -vE '^\./test/(house|crash)')
+		FLUX_TEST_CONTAINERD_CRI=$bin/containerd tests integration $(packages "$integration_dirs" | grep -vE '^\./test/(house|crash)')
 		;;
 	containerd2)
 		local bin

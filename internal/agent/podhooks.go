@@ -65,6 +65,7 @@ func (h podHandler) Changed(podUID string) {
 // podStarting attaches what waits for a container that was created. ctx is the time until it starts; what was begun goes
 // on after that.
 func (a *Agent) podStarting(ctx context.Context, sb *sandbox, c pods.Container, late *atomic.Bool) {
+	began := a.config.Clock.Now()
 	release, err := sb.alone(ctx)
 	if err != nil {
 		a.log.Warn("a container starts while another operation on it is under way; its volumes are attached after it", "sandbox", sb.uid, "error", err)
@@ -81,6 +82,7 @@ func (a *Agent) podStarting(ctx context.Context, sb *sandbox, c pods.Container, 
 		return
 	}
 	a.attachToPod(a.stopping, sb, c.ID, late)
+	a.log.Info("a container starts", "sandbox", sb.uid, "container", c.ID, "late", late.Load(), "duration", a.config.Clock.Since(began))
 }
 
 // lookAtPod reads the state of a Pod's container, and attaches what waits for it, on a goroutine of its own. Looks that are
@@ -118,16 +120,23 @@ func (a *Agent) lookAtPodOnce(sb *sandbox) error {
 	}
 	ctx, cancel := context.WithTimeout(a.stopping, restartReady)
 	defer cancel()
-	release, err := sb.alone(ctx)
+	// Without the life lock, for which a volume that hangs could make everybody wait.
+	unchanged, err := a.unchangedPod(ctx, sb)
 	if err != nil {
 		return err
 	}
-	if sb.ctx.Err() == nil {
-		err = a.readPod(ctx, sb)
-	}
-	release()
-	if err != nil {
-		return err
+	if !unchanged {
+		release, err := sb.alone(ctx)
+		if err != nil {
+			return err
+		}
+		if sb.ctx.Err() == nil {
+			err = a.readPod(ctx, sb)
+		}
+		release()
+		if err != nil {
+			return err
+		}
 	}
 	sb.mu.Lock()
 	c := sb.pod.container

@@ -212,7 +212,7 @@ func (a *Agent) podAt(ref pods.Ref) (*sandbox, bool) {
 // freshPod reads the state of a Pod's container, unless its init, which is pinned, is known to live.
 func (a *Agent) freshPod(ctx context.Context, sb *sandbox) error {
 	sb.mu.Lock()
-	fresh := sb.pod == nil || sb.pod.Gone || sb.process != nil && sb.process.Alive()
+	fresh := sb.pod == nil || sb.pod.Gone || sb.ctx.Err() != nil || sb.process != nil && sb.process.Alive()
 	sb.mu.Unlock()
 	if fresh {
 		return nil
@@ -223,6 +223,26 @@ func (a *Agent) freshPod(ctx context.Context, sb *sandbox) error {
 	}
 	defer release()
 	return a.readPod(ctx, sb)
+}
+
+// unchangedPod says whether a Pod's container is the one that is held, and lives; that it was started is noted.
+func (a *Agent) unchangedPod(ctx context.Context, sb *sandbox) (bool, error) {
+	p, _ := sb.podIdentity()
+	found, err := a.config.Pods.Find(ctx, pods.Ref{PodUID: p.UID, Container: p.Container})
+	if errdefs.IsNotFound(err) {
+		return false, nil
+	}
+	if err != nil {
+		return false, err
+	}
+	sb.mu.Lock()
+	defer sb.mu.Unlock()
+	held := &sb.pod.container
+	if !found.Alive || !held.Alive || found.ID != held.ID || found.PID != held.PID {
+		return false, nil
+	}
+	held.Started = found.Started
+	return true, nil
 }
 
 // readPod brings what is held of a Pod's container together with what containerd has of it. The caller holds the life lock

@@ -65,7 +65,9 @@ func (r *Runtime) serveNRI(ctx context.Context, h Handler) error {
 	// Start waits for containerd, which may hang: its end is the connection's.
 	defer context.AfterFunc(ctx, func() { conn.Close() })()
 	closed := make(chan struct{})
-	s, err := stub.New(&plugin{runtime: r, handler: h}, stub.WithPluginName(pluginName), stub.WithPluginIdx(pluginIndex),
+	p := &plugin{runtime: r, handler: h}
+	defer p.close() // the stub's end does not wait for calls under way
+	s, err := stub.New(p, stub.WithPluginName(pluginName), stub.WithPluginIdx(pluginIndex),
 		stub.WithConnection(conn), stub.WithOnClose(sync.OnceFunc(func() { close(closed) })), stub.WithLogger(quiet{r.config.Log}))
 	if err != nil {
 		return err
@@ -105,6 +107,34 @@ func lockDirectory(dir string) (unlock func(), err error) {
 type plugin struct {
 	runtime *Runtime
 	handler Handler
+
+	gate   sync.RWMutex // held shared by every call, and by close alone
+	closed bool
+}
+
+// enter begins a call, unless the plugin is closed.
+func (p *plugin) enter() (leave func(), ok bool) {
+	p.gate.RLock()
+	if p.closed {
+		p.gate.RUnlock()
+		return nil, false
+	}
+	return p.gate.RUnlock, true
+}
+
+// close waits for the calls under way; none comes through to the handler afterwards.
+func (p *plugin) close() {
+	p.gate.Lock()
+	defer p.gate.Unlock()
+	p.closed = true
+}
+
+// changed passes on a hint.
+func (p *plugin) changed(podUID string) {
+	if leave, ok := p.enter(); ok {
+		defer leave()
+		p.handler.Changed(podUID)
+	}
 }
 
 var (
@@ -116,12 +146,17 @@ var (
 
 // Synchronize comes when the plugin is connected: whatever happened before was missed.
 func (p *plugin) Synchronize(context.Context, []*api.PodSandbox, []*api.Container) ([]*api.ContainerUpdate, error) {
-	p.handler.Changed("")
+	p.changed("")
 	return nil, nil
 }
 
 // StartContainer comes before the first instruction of a container.
 func (p *plugin) StartContainer(ctx context.Context, pod *api.PodSandbox, c *api.Container) error {
+	leave, ok := p.enter()
+	if !ok {
+		return nil
+	}
+	defer leave()
 	ref := Ref{PodUID: pod.GetUid(), Container: c.GetName()}
 	if !p.handler.Wants(ref) {
 		return nil
@@ -141,12 +176,12 @@ func (p *plugin) StartContainer(ctx context.Context, pod *api.PodSandbox, c *api
 }
 
 func (p *plugin) StopContainer(_ context.Context, pod *api.PodSandbox, _ *api.Container) ([]*api.ContainerUpdate, error) {
-	p.handler.Changed(pod.GetUid())
+	p.changed(pod.GetUid())
 	return nil, nil
 }
 
 func (p *plugin) RemovePodSandbox(_ context.Context, pod *api.PodSandbox) error {
-	p.handler.Changed(pod.GetUid())
+	p.changed(pod.GetUid())
 	return nil
 }
 
