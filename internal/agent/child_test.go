@@ -86,22 +86,36 @@ func (c child) serve() error {
 // startChild starts the node's agent as a process of its own, and returns what kills it.
 func (p *podNode) startChild(t *testing.T) (kill func()) {
 	t.Helper()
-	self, err := os.Executable()
-	must(t, err)
-	ready := filepath.Join(t.TempDir(), "ready")
-	description, err := json.Marshal(child{Dir: p.Env.Dir, Init: p.Env.InitPath, Logger: p.Env.LoggerPath, Data: p.Data,
-		Run: p.RunDir(), Socket: p.Socket(), Containerd: p.env.Address, NRI: p.nri, Ready: ready})
-	must(t, err)
-	cmd := exec.Command(self)
-	cmd.Env = append(os.Environ(), childEnv+"="+string(description))
-	cmd.Stderr = os.Stderr
-	must(t, cmd.Start())
+	cmd, ready := p.childCommand(t)
 	kill = sync.OnceFunc(func() {
 		_ = cmd.Process.Kill()
 		_ = cmd.Wait()
 	})
 	t.Cleanup(kill)
+	p.awaitChild(t, cmd, ready)
+	return kill
+}
+
+// childCommand is the node's agent as a process of its own that was not started yet, and the file that it makes when
+// it serves.
+func (p *podNode) childCommand(t *testing.T) (cmd *exec.Cmd, ready string) {
+	t.Helper()
+	self, err := os.Executable()
+	must(t, err)
+	ready = filepath.Join(t.TempDir(), "ready")
+	description, err := json.Marshal(child{Dir: p.Env.Dir, Init: p.Env.InitPath, Logger: p.Env.LoggerPath, Data: p.Data,
+		Run: p.RunDir(), Socket: p.Socket(), Containerd: p.env.Address, NRI: p.nri, Ready: ready})
+	must(t, err)
+	cmd = exec.Command(self)
+	cmd.Env = append(os.Environ(), childEnv+"="+string(description))
+	cmd.Stderr = os.Stderr
+	return cmd, ready
+}
+
+// awaitChild starts an agent's process and waits until it serves.
+func (p *podNode) awaitChild(t *testing.T, cmd *exec.Cmd, ready string) {
+	t.Helper()
+	must(t, cmd.Start())
 	agenttest.Eventually(t, "the agent's process serves", func() bool { _, err := os.Stat(ready); return err == nil })
 	p.Reconnect()
-	return kill
 }

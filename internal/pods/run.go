@@ -76,9 +76,11 @@ func (r *Runtime) learn(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
+	podUIDs := map[string]string{}
 	for _, c := range list {
-		r.known.put(c.ID, c.Labels[labelPodUID])
+		podUIDs[c.ID] = c.Labels[labelPodUID]
 	}
+	r.known.reset(podUIDs)
 	return nil
 }
 

@@ -81,6 +81,13 @@ type knownContainers struct {
 	pods map[string]string
 }
 
+// reset forgets what was missed of deletions while there was no subscription.
+func (k *knownContainers) reset(podUIDs map[string]string) {
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	k.pods = podUIDs
+}
+
 func (k *knownContainers) put(id, podUID string) {
 	k.mu.Lock()
 	defer k.mu.Unlock()
