@@ -41,6 +41,13 @@ tests() { # tests NAME GO-TEST-ARGUMENT…; in the module in $dir, if it is set
 	echo "== $name: $((SECONDS - start)) s"
 }
 
+# with_cri STAGE: the containerd that tests of Pods run, internal/pods/podstest.
+with_cri() {
+	local bin
+	bin=$(hack/containerd/build.sh cri) || { failed+=("$1: no containerd with CRI"); return 1; }
+	export FLUX_TEST_CONTAINERD_CRI=$bin/containerd
+}
+
 stage() {
 	local flags= dir=
 	case $1 in
@@ -59,13 +66,9 @@ stage() {
 		FLUX_TEST_KUBE_BIN=$bin tests "API server" $(apiserver_packages)
 		;;
 	integration)
-		local bin
-		if ! bin=$(hack/containerd/build.sh cri); then
-			failed+=("integration: no containerd with CRI")
-			return
-		fi
+		with_cri integration || return
 		flags='-race -p 1 -count=1'
-		FLUX_TEST_CONTAINERD_CRI=$bin/containerd tests integration $(packages "$integration_dirs" | grep -vE '^\./test/(house|crash)')
+		tests integration $(packages "$integration_dirs" | grep -vE '^\./test/(house|crash)')
 		;;
 	containerd2)
 		local bin
@@ -80,6 +83,7 @@ stage() {
 		# Packages with test files that are built only with the tag, wherever they are.
 		local tagged
 		tagged=$(grep -rlE --include='*_test.go' '^//go:build .*failpoint' internal test 2>/dev/null | xargs -r dirname | sed 's|^|./|' | sort -u)
+		with_cri crash || return
 		flags='-tags failpoint -p 1 -count=1'
 		tests "crash matrix" $(printf '%s\n' ./test/crash $tagged | sort -u)
 		;;

@@ -68,6 +68,13 @@ func Open(ctx context.Context, config Config, programs Programs, log *slog.Logge
 			return nil, err
 		}
 		settings.Pods = n.pods
+		registry.MustRegister(prometheus.NewGaugeFunc(prometheus.GaugeOpts{Name: "flux_agent_nri_connected",
+			Help: "1 while containers of Pods wait for their volumes before they start; 0 while they get them after it."}, func() float64 {
+			if n.pods.Connected() {
+				return 1
+			}
+			return 0
+		}))
 	}
 	n.agent, err = agent.Open(ctx, settings)
 	return n, err
