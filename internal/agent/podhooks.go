@@ -71,8 +71,9 @@ func (a *Agent) podStarting(ctx context.Context, sb *sandbox, c pods.Container, 
 		a.log.Warn("a container starts while another operation on it is under way; its volumes are attached after it", "sandbox", sb.uid, "error", err)
 		return
 	}
-	if sb.ctx.Err() != nil {
-		release()
+	p, _ := sb.podIdentity()
+	if sb.ctx.Err() != nil || p.UID != c.PodUID || p.Container != c.Container {
+		release() // being deleted, or another Pod's by now
 		return
 	}
 	err = a.adopt(sb, &c, true)

@@ -121,7 +121,7 @@ func (a *Agent) podWorkload(ctx context.Context, uid string, pod *agentv1.PodWor
 	if _, err := a.pass(r.GetCommand(), r.GetTarget()); err != nil {
 		return nil, "", err
 	}
-	sb, err := a.registerPod(uid, journal.Pod{Namespace: pod.GetNamespace(), Name: pod.GetName(), UID: pod.GetUid(),
+	sb, err := a.registerPod(ctx, uid, journal.Pod{Namespace: pod.GetNamespace(), Name: pod.GetName(), UID: pod.GetUid(),
 		Container: pod.GetContainer(), TenantID: r.GetTenantId()})
 	if err != nil {
 		return nil, "", err
@@ -136,9 +136,17 @@ func (a *Agent) podWorkload(ctx context.Context, uid string, pod *agentv1.PodWor
 	return sb, p.TenantID, nil
 }
 
-// registerPod notes which container of which Pod a sandbox is. A sandbox has one Pod after another, never two.
-func (a *Agent) registerPod(uid string, want journal.Pod) (*sandbox, error) {
+// registerPod notes which container of which Pod a sandbox is. A sandbox has one Pod after another, never two: the next one
+// when the former is gone, or has nothing of ours any more.
+func (a *Agent) registerPod(ctx context.Context, uid string, want journal.Pod) (*sandbox, error) {
 	sb := a.sandbox(uid)
+	if p, ok := sb.podIdentity(); !ok || p.Gone || p.UID != want.UID || p.Container != want.Container {
+		release, err := sb.alone(ctx) // nobody reads the former Pod meanwhile
+		if err != nil {
+			return nil, err
+		}
+		defer release()
+	}
 	a.fenceMu.Lock()
 	defer a.fenceMu.Unlock()
 	if sb.ctx.Err() != nil {
@@ -159,9 +167,9 @@ func (a *Agent) registerPod(uid string, want journal.Pod) (*sandbox, error) {
 		return nil, sb.podGone()
 	case same:
 		return sb, nil
-	case has.UID != "" && !has.Gone:
+	case has.UID != "" && !has.Gone && len(a.journal.Volumes(uid)) > 0:
 		return nil, fault.New(errdefs.ErrUnavailable, fault.OperationPending,
-			"sandbox %s is still container %s of Pod %s/%s (%s) on this node; try again when that is gone", uid, has.Container, has.Namespace, has.Name, has.UID)
+			"sandbox %s has volumes in container %s of Pod %s/%s (%s) on this node; try again when they are detached or that is gone", uid, has.Container, has.Namespace, has.Name, has.UID)
 	}
 	ref := pods.Ref{PodUID: want.UID, Container: want.Container}
 	if other, ok := a.podAt(ref); ok && other != sb {
@@ -169,6 +177,10 @@ func (a *Agent) registerPod(uid string, want journal.Pod) (*sandbox, error) {
 	}
 	if err := a.journal.Write(journal.Change{PutSandboxes: []journal.Sandbox{{UID: uid, Pod: want}}}); err != nil {
 		return nil, err
+	}
+	if has.UID != "" {
+		a.dropPod(sb)
+		sb.see(nil)
 	}
 	a.holdPod(sb, want)
 	return sb, nil

@@ -254,6 +254,37 @@ func TestPodThatIsGoneIsForgotten(t *testing.T) {
 	wantFault(t, err, errdefs.ErrAlreadyExists, "SANDBOX_EXISTS")
 }
 
+// A sandbox's Pod is rebuilt while the former one is still there.
+func TestPodThatIsRebuilt(t *testing.T) {
+	n := newPodNode(t)
+	former, next := n.env.Run(t, podstest.Pod{}), n.env.Named(podstest.Pod{})
+	old := former.Start(t, podstest.Container{})
+	sb := n.sandboxOf(former, "main")
+	v := agenttest.Volume{Source: seeded(t, n.Dir(t, "t1", "data")), Target: "/data"}
+	sb.Attach(t, v)
+	sb.Pod = n.sandboxOf(next, "main").Pod
+	v.AtCreate = true
+	_, err := sb.TryAttach(t.Context(), v)
+	wantFault(t, err, errdefs.ErrUnavailable, "OPERATION_PENDING")
+	sb.Detach(t, "/data", false)
+	if r := sb.Attach(t, v); r.GetPhase() != "Prepared" {
+		t.Errorf("record %v", r)
+	}
+	old.Kill(t)
+	old.Again(t)
+	if _, ok := mountAt(t, old.PID(t), "/data"); ok {
+		t.Error("the former Pod got the volume")
+	}
+	next.Run(t)
+	if code := next.Start(t, podstest.Container{Command: needsData}).Wait(t); code != 0 {
+		t.Errorf("exit code %d", code)
+	}
+	former.Remove(t)
+	if st := sb.State(t); st.GetWorkload().GetPod().GetUid() != next.UID || len(st.GetVolumes()) != 1 {
+		t.Errorf("state %v", st)
+	}
+}
+
 func TestPodContainersThatAreRefused(t *testing.T) {
 	n := newPodNode(t)
 	source := n.Dir(t, "t1", "data")
