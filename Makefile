@@ -58,6 +58,14 @@ cluster-up: setup-cluster bin/hack/localcluster ## start a real one-node Kuberne
 cluster-down: bin/hack/localcluster ## take it away, and everything that it left
 	@bin/hack/localcluster down
 
+.PHONY: deploy
+deploy: build ## build our image and deploy it to the local cluster
+	@hack/deploy.sh
+
+.PHONY: e2e
+e2e: ## run the end-to-end tests: starts the local cluster, deploys, tests, takes it away (root)
+	@hack/clean-run.sh hack/e2e.sh
+
 .PHONY: bin/hack/localcluster
 bin/hack/localcluster:
 	@mkdir -p bin/hack

@@ -5,6 +5,7 @@
 #   apiserver     packages that need a Kubernetes API server, which is built; with the race detector
 #   integration   packages that need root, the kernel's mounts and containerd; with the race detector
 #   containerd2   internal/containers once more, with containerd 2.x built from source
+#   e2e           the shipped programs on the local cluster, which runs and has them (make e2e)
 #   crash         the crash matrix and whatever else is tested with failpoints; without the race detector
 #
 # With CI=true a skipped test is a failed one. TESTFLAGS is handed to go test (-run, -v, -count).
@@ -68,7 +69,7 @@ stage() {
 	integration)
 		with_cri integration || return
 		flags='-race -p 1 -count=1'
-		tests integration $(packages "$integration_dirs" | grep -vE '^\./test/(house|crash)')
+		tests integration $(packages "$integration_dirs" | grep -vE '^\./test/(house|crash|e2e)')
 		;;
 	containerd2)
 		local bin
@@ -78,6 +79,13 @@ stage() {
 		fi
 		flags='-race -p 1 -count=1'
 		FLUX_TEST_CONTAINERD=$bin/containerd PATH=$bin:$PATH tests "containerd 2.x" ./internal/containers/...
+		;;
+	e2e)
+		local bin
+		bin=$(hack/localcluster/build.sh -n) || exit
+		flags='-p 1 -count=1'
+		FLUX_E2E_KUBECONFIG=/var/lib/flux-localcluster/kubeconfig/admin FLUX_E2E_KUBECTL=$bin/kubectl \
+			FLUX_E2E_LOCALCLUSTER=$PWD/bin/hack/localcluster FLUX_E2E_FLUXCTL=$PWD/bin/fluxctl tests e2e ./test/e2e
 		;;
 	crash)
 		# Packages with test files that are built only with the tag, wherever they are.

@@ -1,7 +1,6 @@
 // Command crds takes the descriptions of Kubernetes' own types out of the CRDs that controller-gen wrote into a
-// directory (<group>_<plural>.yaml): "kubectl explain pod"
-// has them, and with them a Sandbox's CRD is too large for "kubectl apply", which keeps a copy of it in an annotation
-// of at most 256 KiB.
+// directory (<group>_<plural>.yaml): "kubectl explain pod" has them, and with them a Sandbox's CRD is too large for
+// "kubectl apply", which keeps a copy of it in an annotation of at most 256 KiB.
 package main
 
 import (

@@ -11,6 +11,7 @@ package main
 import (
 	"archive/tar"
 	"bytes"
+	"debug/elf"
 	"errors"
 	"flag"
 	"fmt"
@@ -133,6 +134,8 @@ func layerOf(path, from string) (v1.Layer, error) {
 	mode := int64(0o755)
 	if path == caCertificates {
 		mode = 0o644
+	} else if err := static(from); err != nil {
+		return nil, err
 	}
 	var buf bytes.Buffer
 	w := tar.NewWriter(&buf)
@@ -152,6 +155,21 @@ func layerOf(path, from string) (v1.Layer, error) {
 	}
 	content := buf.Bytes()
 	return tarball.LayerFromOpener(func() (io.ReadCloser, error) { return io.NopCloser(bytes.NewReader(content)), nil })
+}
+
+// static fails unless a program needs no other file to start: there is none in the image.
+func static(program string) error {
+	f, err := elf.Open(program)
+	if err != nil {
+		return fmt.Errorf("%s: %w", program, err)
+	}
+	defer f.Close()
+	for _, p := range f.Progs {
+		if p.Type == elf.PT_INTERP {
+			return fmt.Errorf("%s is linked dynamically: build it with CGO_ENABLED=0, as make build does", program)
+		}
+	}
+	return nil
 }
 
 // parents are the folders above an absolute path, the topmost first.

@@ -18,10 +18,12 @@ func (a *Agent) attachment(r *agentv1.AttachRequest, tenant string) (Attachment,
 		return Attachment{}, fault.New(errdefs.ErrPermissionDenied, fault.TenantMismatch,
 			"the request is for tenant %q, sandbox %s belongs to %q", r.GetTenantId(), r.GetCommand().GetSandboxUid(), tenant)
 	}
+	persistentVolume := ""
 	entry := v1alpha1.DynamicVolume{Target: r.GetTarget(), Mode: v1alpha1.VolumeMode(r.GetMode()), SubPath: r.GetSubPath(), TenantID: tenant}
 	switch s := r.GetSource().(type) {
 	case *agentv1.AttachRequest_Local:
 		entry.VolumeType, entry.Source = v1alpha1.VolumeTypeLocal, s.Local.GetPath()
+		persistentVolume = s.Local.GetPersistentVolume()
 	case *agentv1.AttachRequest_Csi:
 		return Attachment{}, unavailableType(v1alpha1.VolumeTypePVC)
 	case *agentv1.AttachRequest_Anchor:
@@ -40,6 +42,13 @@ func (a *Agent) attachment(r *agentv1.AttachRequest, tenant string) (Attachment,
 	if err := volume.ValidateEntry(&entry, volume.SandboxContext{TenantID: tenant, Policy: policy}); err != nil {
 		return Attachment{}, err
 	}
+	if persistentVolume != "" {
+		named := entry
+		named.VolumeType, named.Source = v1alpha1.VolumeTypePV, persistentVolume
+		if err := volume.ValidateEntry(&named, volume.SandboxContext{TenantID: tenant}); err != nil {
+			return Attachment{}, err
+		}
+	}
 	if r.GetEntryHash() == "" {
 		return Attachment{}, fault.New(errdefs.ErrInvalidArgument, fault.InvalidRequest, "the request has no entry hash")
 	}
@@ -54,7 +63,7 @@ func (a *Agent) attachment(r *agentv1.AttachRequest, tenant string) (Attachment,
 		Target:      entry.Target,
 		EntryHash:   r.GetEntryHash(),
 		Request: volume.Request{
-			Type: entry.VolumeType, Source: entry.Source, TenantID: tenant, ReadOnly: entry.Mode == v1alpha1.VolumeModeReadOnly,
+			Type: entry.VolumeType, Source: entry.Source, PersistentVolume: persistentVolume, TenantID: tenant, ReadOnly: entry.Mode == v1alpha1.VolumeModeReadOnly,
 			SubPath: entry.SubPath, SizeLimitBytes: r.GetSizeLimitBytes(),
 			BestEffort: a.config.BestEffortLimits,
 		},

@@ -78,6 +78,8 @@ func Run(ctx context.Context, config Config, files *Files, ready func(address st
 		}
 		group.Go(wait)
 	}
+	// Only the controller has a certificate with which this agent's server can be called.
+	config.PersistentVolumes = true
 	n, err := node.Open(ctx, config.Config, programs, log, registry)
 	if err != nil {
 		return err

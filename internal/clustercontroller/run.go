@@ -17,6 +17,7 @@ import (
 	"k8s.io/client-go/kubernetes"
 	"k8s.io/client-go/rest"
 	"k8s.io/client-go/tools/clientcmd"
+	"k8s.io/klog/v2"
 
 	"github.com/flux-sandbox/flux-sandbox/internal/fault"
 	"github.com/flux-sandbox/flux-sandbox/internal/grpcapi"
@@ -26,6 +27,7 @@ import (
 	"github.com/flux-sandbox/flux-sandbox/internal/kube/certificates"
 	"github.com/flux-sandbox/flux-sandbox/internal/kube/events"
 	"github.com/flux-sandbox/flux-sandbox/internal/kube/leader"
+	"github.com/flux-sandbox/flux-sandbox/internal/kube/volumes"
 	"github.com/flux-sandbox/flux-sandbox/internal/observability"
 	"github.com/flux-sandbox/flux-sandbox/internal/scheduler"
 	"github.com/flux-sandbox/flux-sandbox/internal/store/kube"
@@ -46,6 +48,7 @@ type controller struct {
 
 	store     *kube.Store
 	agents    *agents.Agents
+	volumes   *volumes.Volumes
 	authority *certificates.Authority
 	// clientCert is shown to agents, serverCert to callers.
 	clientCert, serverCert *identity.Renewer
@@ -66,6 +69,7 @@ func Run(ctx context.Context, config Config, ready func(api, certificates string
 	if c.log, err = observability.NewLogger(config.Log); err != nil {
 		return err
 	}
+	klog.SetSlogLogger(c.log.With("component", "client-go"))
 	c.leading = prometheus.NewGauge(prometheus.GaugeOpts{Name: "flux_controller_leading", Help: "1 while this replica leads."})
 	c.registry.MustRegister(c.leading)
 	if err := c.connect(ctx); err != nil {
@@ -98,6 +102,9 @@ func (c *controller) connect(ctx context.Context) (err error) {
 	if err != nil {
 		return err
 	}
+	if c.volumes, err = volumes.New(c.client); err != nil {
+		return err
+	}
 	if c.events, err = events.NewRecorder(c.client, Component); err != nil {
 		return err
 	}
@@ -108,7 +115,10 @@ func (c *controller) connect(ctx context.Context) (err error) {
 }
 
 func restConfig(c Config) (*rest.Config, error) {
-	config, err := clientcmd.BuildConfigFromFlags("", c.Kubeconfig)
+	config, err := rest.InClusterConfig()
+	if c.Kubeconfig != "" {
+		config, err = clientcmd.BuildConfigFromFlags("", c.Kubeconfig)
+	}
 	if err != nil {
 		return nil, fmt.Errorf("find the API server: %w", err)
 	}
@@ -153,6 +163,7 @@ func (c *controller) run(ctx context.Context, ready func(api, certificates strin
 	forever(c.clientCert.Run)
 	forever(c.serverCert.Run)
 	group.Go(func() error { return c.agents.Run(ctx) })
+	forever(c.volumes.Run)
 
 	refused := func(err error) { c.log.Warn("a connection was refused", "error", err) }
 	server := identity.Credentials{Certificate: c.serverCert.Certificate, Bundle: c.authority.Bundle}.ControllerServer()
@@ -256,17 +267,19 @@ func (c *controller) lead(ctx context.Context, identity string) error {
 	if err != nil {
 		return err
 	}
-	select {
-	case <-c.clientCert.Ready():
-	case <-ctx.Done():
-		return nil
+	for _, ready := range []<-chan struct{}{c.clientCert.Ready(), c.volumes.Synced()} {
+		select {
+		case <-ready:
+		case <-ctx.Done():
+			return nil
+		}
 	}
 	c.leading.Set(1)
 	defer c.leading.Set(0)
 	registry := prometheus.NewRegistry()
 	defer c.term.set(registry)()
 	s, err := scheduler.New(scheduler.Config{Store: c.store, Agents: c.agents, Epoch: epoch, LeaseUID: c.cluster + "/" + c.Lease,
-		Logger: c.log.With("component", "scheduler"), Registerer: registry, Events: c.events})
+		Logger: c.log.With("component", "scheduler"), Registerer: registry, Events: c.events, Resolver: c.volumes})
 	if err != nil {
 		return err
 	}

@@ -82,6 +82,10 @@ const (
 	Forbidden          Reason = "FORBIDDEN"
 	AuthUnavailable    Reason = "AUTH_UNAVAILABLE"
 	NamespaceNotFound  Reason = "NAMESPACE_NOT_FOUND"
+	ClaimNotFound      Reason = "CLAIM_NOT_FOUND"
+	VolumeNotFound     Reason = "VOLUME_NOT_FOUND"
+	VolumeNotBound     Reason = "VOLUME_NOT_BOUND"
+	UnreachableVolume  Reason = "UNREACHABLE_VOLUME"
 	Internal           Reason = "INTERNAL"
 )
 

@@ -65,6 +65,10 @@ var kindOf = map[Reason]error{
 	Forbidden:          errdefs.ErrPermissionDenied,
 	AuthUnavailable:    errdefs.ErrUnavailable,
 	NamespaceNotFound:  errdefs.ErrNotFound,
+	ClaimNotFound:      errdefs.ErrNotFound,
+	VolumeNotFound:     errdefs.ErrNotFound,
+	VolumeNotBound:     errdefs.ErrFailedPrecondition,
+	UnreachableVolume:  errdefs.ErrFailedPrecondition,
 	Internal:           errdefs.ErrInternal,
 }
 

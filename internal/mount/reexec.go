@@ -66,7 +66,7 @@ func reexecInNamespaceOf(pid int, keep map[string]*os.File, witness func() (int,
 		return reexecInNamespaceOf(other, keep, nil)
 	}
 	if err != nil {
-		return nil, failed(op, "", "cannot open the host's namespace (is the container privileged, with hostPID?)", err)
+		return nil, failed(op, "", "cannot open the host's namespace (is the container privileged, with hostPID, and run as root?)", err)
 	}
 	defer unix.Close(host)
 	return nil, failed(op, "", "cannot execute", onThrowawayThread(func() error { return execIn(host, keep) }))

@@ -28,6 +28,9 @@ type Config struct {
 	Volumes VolumeConfig `json:"volumes,omitempty"`
 	// Pods says whether volumes may be attached to containers of Pods.
 	Pods PodsConfig `json:"pods,omitempty"`
+	// PersistentVolumes accepts the paths of local and hostPath PersistentVolumes as sources. It stands in no file: it is
+	// set where nobody but a cluster's controller can command the agent.
+	PersistentVolumes bool `json:"-"`
 }
 
 // PodsConfig is about containers that kubelet runs. They must be those of the containerd at containerd.address.
@@ -122,7 +125,7 @@ func (c Config) WithDefaults(hostname func() (string, error)) (Config, error) {
 		return c, Invalid("pods.nriSocket %q: must be an absolute path", s)
 	}
 	// The roots are checked here too, so that a check of the configuration finds what is wrong with them.
-	if _, err := local.New(c.Volumes.Local, nil); err != nil {
+	if _, err := c.source(); err != nil {
 		return c, Invalid("volumes.local: %w", err)
 	}
 	return c, nil
@@ -139,6 +142,19 @@ func (c Config) containerdRoot() string { return filepath.Join(c.StateDir, "cont
 func (c Config) containerdRun() string  { return filepath.Join(c.RunDir, "containerd") }
 func (c Config) containersRun() string  { return filepath.Join(c.RunDir, "containers") }
 func (c Config) journal() string        { return filepath.Join(c.RunDir, "journal") }
+
+// source makes the source of volumes of type local.
+func (c Config) source() (*local.Source, error) {
+	var options []local.Option
+	if c.PersistentVolumes {
+		denied := []string{c.StateDir, c.RunDir}
+		if address := c.Containerd.Address; address != "" {
+			denied = append(denied, filepath.Dir(address))
+		}
+		options = append(options, local.PersistentVolumes(denied...))
+	}
+	return local.New(c.Volumes.Local, nil, options...)
+}
 
 // Places are the files and folders that a node makes below stateDir and runDir.
 func (c Config) Places() []string {

@@ -14,7 +14,6 @@ import (
 	"github.com/flux-sandbox/flux-sandbox/internal/mount"
 	"github.com/flux-sandbox/flux-sandbox/internal/pods"
 	"github.com/flux-sandbox/flux-sandbox/internal/volume"
-	"github.com/flux-sandbox/flux-sandbox/internal/volume/local"
 )
 
 // Programs are where the programs lie that run beside and inside of sandboxes. The paths are recorded in containers, so
@@ -42,7 +41,7 @@ func Open(ctx context.Context, config Config, programs Programs, log *slog.Logge
 			return nil, fmt.Errorf("create %s: %w", dir, err)
 		}
 	}
-	source, err := local.New(config.Volumes.Local, nil)
+	source, err := config.source()
 	if err != nil {
 		return nil, Invalid("volumes.local: %w", err)
 	}

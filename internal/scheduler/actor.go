@@ -19,8 +19,10 @@ type actor struct {
 	key store.Key
 	uid types.UID
 
-	mu    sync.Mutex // guards inbox
+	mu    sync.Mutex // guards inbox and moved
 	inbox []result
+	// moved is when a volume that the sandbox asks for changed last.
+	moved time.Time
 
 	// What is below belongs to the worker that has the sandbox's key.
 
@@ -36,6 +38,8 @@ type actor struct {
 	lifeRetry retry
 	// lifeGeneration is the spec's generation that it failed with.
 	lifeGeneration int64
+	// placing is when a place is looked for again while a volume has none.
+	placing retry
 	// done is the last such command that succeeded. The inventory may be late: it is not given again before
 	// doneUntil, whatever the inventory says.
 	done      verb
@@ -51,6 +55,12 @@ type actor struct {
 	tally      tally
 	// failures counts the store's refusals in a row.
 	failures int32
+}
+
+func (a *actor) movedAt() time.Time {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	return a.moved
 }
 
 // retry is when something is tried again.

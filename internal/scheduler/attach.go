@@ -170,6 +170,8 @@ func (m *VolumeManager) due(p *pass, v *volumeState, e *entry) bool {
 		return false
 	case isAway(row.Reason) && v.failedAt.Before(p.agent.changed):
 		// The agent is back.
+	case isWaiting(fault.Reason(row.Reason)) && v.failedAt.Before(p.a.movedAt()):
+		// What was waited for may be there.
 	case p.now.Before(v.retry.due):
 		p.lookAt(v.retry.due)
 		return false
@@ -237,7 +239,7 @@ func (m *VolumeManager) attach(p *pass, v *volumeState, e *entry) {
 		Kind:           string(e.kind),
 		Policy:         &agentv1.VolumePolicy{DeniedTargets: p.set.policy.DeniedTargets},
 	}
-	sb, client, node, topology, resolver := p.sb, p.agent.Client, p.a.status.Node, p.set.topology, p.Resolver
+	sb, client, node, labels, topology, resolver := p.sb, p.agent.Client, p.a.status.Node, p.agent.Labels, p.set.topology, p.Resolver
 	p.begin(op, volumeTimeout, func(ctx context.Context, command *agentv1.Command) result {
 		var r result
 		switch e.VolumeType {
@@ -246,7 +248,10 @@ func (m *VolumeManager) attach(p *pass, v *volumeState, e *entry) {
 		case v1alpha1.VolumeTypeSnapshot:
 			request.Source = &agentv1.AttachRequest_Snapshot{Snapshot: &agentv1.SnapshotSource{Image: e.Source}}
 		default:
-			resolved, err := resolver.Resolve(ctx, sb, &e.DynamicVolume, node)
+			resolved, err := resolver.Resolve(ctx, wish(sb, e, topology), node)
+			if err == nil {
+				err = resolved.Reach.check(node, labels)
+			}
 			if err != nil {
 				r.err = err
 				return r
@@ -271,6 +276,14 @@ func (m *VolumeManager) attach(p *pass, v *volumeState, e *entry) {
 		r.record, r.already = response.GetRecord(), response.GetAlreadyMounted()
 		return r
 	})
+}
+
+func wish(sb *v1alpha1.Sandbox, e *entry, topology *TopologyDomainCache) Wish {
+	w := Wish{Sandbox: sb, Volume: &e.DynamicVolume, TopologyKey: DefaultTopologyKey}
+	if topology != nil {
+		w.TopologyKey = topology.Key()
+	}
+	return w
 }
 
 var containerWorkload = &agentv1.Workload{Kind: &agentv1.Workload_Container{Container: &agentv1.ContainerWorkload{}}}
@@ -338,14 +351,14 @@ func (v *volumeState) stale(p *pass, err error) bool {
 }
 
 // isPermanent says that an attach is not tried again before the spec changes. What the agent says of its own
-// state is not permanent, whatever its kind.
+// state is not permanent, whatever its kind, nor is what a Resolver waits for.
 func isPermanent(err error) bool {
 	switch fault.ReasonOf(err) {
 	case fault.StaleCommand, fault.SandboxNotFound, fault.SandboxNotRunning, fault.AgentRecovering,
 		fault.OperationPending, fault.Busy, fault.Conflict, fault.RateLimited:
 		return false
 	}
-	return fault.IsPermanent(err)
+	return fault.IsPermanent(err) && !isWaiting(fault.ReasonOf(err))
 }
 
 // failedBy is failed for an answer.

@@ -109,6 +109,22 @@ func (c *cache) inGroup(group store.Key) []store.Key {
 	return out
 }
 
+// asking are the sandboxes that ask for a volume. It looks at all: volumes change seldom, and seldom more than twice.
+func (c *cache) asking(ref VolumeRef) []store.Key {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	var out []store.Key
+	for key, sb := range c.sandboxes {
+		if ref.Namespace != "" && ref.Namespace != sb.Namespace {
+			continue
+		}
+		if slices.ContainsFunc(sb.Spec.DynamicVolumes, func(v v1alpha1.DynamicVolume) bool { return v.VolumeType == ref.Type && v.Source == ref.Source }) {
+			out = append(out, key)
+		}
+	}
+	return out
+}
+
 // onNode are the sandboxes that the store has on a node.
 func (c *cache) onNode(node string) []types.UID {
 	c.mu.Lock()

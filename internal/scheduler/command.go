@@ -63,6 +63,9 @@ func (p *pass) begin(op *operation, timeout time.Duration, run func(context.Cont
 		timer.Stop()
 		r.op, r.err = op, commandError(ctx, r.err)
 		cancel(nil)
+		if s.base.Err() != nil {
+			return // it was abandoned by a scheduler that ends, which is no failure of anything
+		}
 		a.deliver(r)
 		s.queue.add(item{key: a.key})
 	})

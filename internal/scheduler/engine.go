@@ -2,6 +2,7 @@ package scheduler
 
 import (
 	"slices"
+	"strings"
 
 	"github.com/containerd/errdefs"
 	"k8s.io/apimachinery/pkg/types"
@@ -50,6 +51,8 @@ type PlacementRequest struct {
 	Image    string
 	// VolumeDomains are the topology domains near which its volumes are; VolumeKeys their identities on a node.
 	VolumeDomains, VolumeKeys []string
+	// Reach are, for each volume that not all nodes can use, those that can.
+	Reach []*Reach
 	// Exclude are nodes that refused it.
 	Exclude []string
 }
@@ -68,7 +71,8 @@ type choice struct {
 }
 
 // Place chooses a node and reserves its room; the sandbox's own, when it has one. Errors: ErrUnavailable,
-// reason NO_AGENT when no agent can be reached that matches, and ErrResourceExhausted, reason NO_CAPACITY.
+// reason NO_AGENT when no agent can be reached that matches; ErrFailedPrecondition, reason UNREACHABLE_VOLUME when none of
+// them can use the sandbox's volumes; and ErrResourceExhausted, reason NO_CAPACITY.
 func (e *SandboxSchedulerEngine) Place(q *PlacementRequest) (Placement, error) {
 	r := e.registry
 	r.mu.Lock()
@@ -89,6 +93,11 @@ func (e *SandboxSchedulerEngine) Place(q *PlacementRequest) (Placement, error) {
 		if agents == 0 {
 			return Placement{}, fault.New(errdefs.ErrUnavailable, fault.NoAgent,
 				"no node agent that sub-group %s may use is connected: start one, or check its nodeSelector", key)
+		}
+		if !e.reachable(q) {
+			return Placement{}, fault.New(errdefs.ErrFailedPrecondition, fault.UnreachableVolume,
+				"none of the %d connected nodes of sub-group %s can use the sandbox's volumes (%s): is the agent of their node there, and does the sub-group's nodeSelector allow it?",
+				agents, key, q.volumes())
 		}
 		return Placement{}, fault.New(errdefs.ErrResourceExhausted, fault.NoCapacity,
 			"none of the %d nodes of sub-group %s takes the sandbox (CPU %dm, memory %d bytes): free some room, or add nodes",
@@ -120,8 +129,27 @@ func (e *SandboxSchedulerEngine) choose(q *PlacementRequest, limit int) (choice,
 	agents := 0
 	for _, d := range e.index.domains {
 		agents += len(d.heap)
+	}
+	if limit == walk && len(q.Reach) > 0 {
+		// Few nodes will do, and mostly they are known by name.
+		likely := false
+		for _, node := range q.Reach[0].Likely {
+			a := e.registry.agents[node]
+			if a == nil {
+				continue
+			}
+			likely = true
+			if m := a.memberOf(e.index); m != nil && m.pos >= 0 && q.fits(a) {
+				consider(m)
+			}
+		}
+		if likely {
+			return best, agents
+		}
+	}
+	for _, d := range e.index.domains {
 		for _, m := range d.heap[:min(limit, len(d.heap))] {
-			if m.agent.fits(q.Requests) && !slices.Contains(q.Exclude, m.agent.agent.Node) {
+			if q.fits(m.agent) {
 				consider(m)
 				break
 			}
@@ -129,12 +157,44 @@ func (e *SandboxSchedulerEngine) choose(q *PlacementRequest, limit int) (choice,
 	}
 	for _, list := range [2][]*agentEntry{withVolume[:volumes], withImage[:images]} {
 		for _, a := range list {
-			if m := a.memberOf(e.index); m != nil && m.pos >= 0 && a.fits(q.Requests) && !slices.Contains(q.Exclude, a.agent.Node) {
+			if m := a.memberOf(e.index); m != nil && m.pos >= 0 && q.fits(a) {
 				consider(m)
 			}
 		}
 	}
 	return best, agents
+}
+
+// fits says whether an agent may take the sandbox.
+func (q *PlacementRequest) fits(a *agentEntry) bool {
+	return a.fits(q.Requests) && !slices.Contains(q.Exclude, a.agent.Node) && q.reaches(a)
+}
+
+func (q *PlacementRequest) reaches(a *agentEntry) bool {
+	for _, r := range q.Reach {
+		if !r.Has(a.agent.Node, a.agent.Labels) {
+			return false
+		}
+	}
+	return true
+}
+
+// reachable says whether any agent can use all volumes, full or not.
+func (e *SandboxSchedulerEngine) reachable(q *PlacementRequest) bool {
+	for _, d := range e.index.domains {
+		if slices.ContainsFunc(d.heap, func(m *member) bool { return q.reaches(m.agent) }) {
+			return true
+		}
+	}
+	return false
+}
+
+func (q *PlacementRequest) volumes() string {
+	names := make([]string, 0, len(q.Reach))
+	for _, r := range q.Reach {
+		names = append(names, r.Volume)
+	}
+	return strings.Join(names, ", ")
 }
 
 // gather fills into with agents that an index has under one of the keys, and returns how many.

@@ -143,6 +143,7 @@ func (s *Scheduler) isReady() bool {
 // watchAgent follows one agent's inventory until ctx ends.
 func (s *Scheduler) watchAgent(ctx context.Context, a Agent) {
 	delay := firstReconnect
+	told := false // of the present trouble, which is told once
 	for ctx.Err() == nil {
 		heard, err := s.readInventory(ctx, a)
 		s.requeue(a.Node, s.registry.disconnected(a.Node, s.Clock.Now()))
@@ -150,10 +151,11 @@ func (s *Scheduler) watchAgent(ctx context.Context, a Agent) {
 			return
 		}
 		if heard {
-			delay = firstReconnect
+			delay, told = firstReconnect, false
 			s.Logger.Warn("lost the agent's inventory", "node", a.Node, "error", err)
-		} else {
-			s.Logger.Debug("cannot follow the agent's inventory", "node", a.Node, "error", err)
+		} else if !told && delay == lastReconnect {
+			told = true
+			s.Logger.Warn("cannot follow the agent's inventory; it is tried again", "node", a.Node, "error", err)
 		}
 		t := s.Clock.NewTimer(delay)
 		select {

@@ -29,12 +29,18 @@ func (p *pass) place(ctx context.Context) error {
 		return err
 	}
 	q := &PlacementRequest{UID: p.a.uid, Requests: p.workload.requests(), Image: p.workload.image, Exclude: p.a.refused}
-	p.locate(q)
 	node := p.registry.nodeOf(p.a.uid)
 	if node != "" {
 		// An agent has it already, though the store lost its node: it is not made twice.
 		p.registry.place(p.a.uid, placement{node: node, subGroup: p.key, requests: q.Requests, image: q.Image})
 	} else {
+		if err := p.locate(q); err != nil {
+			p.notPlaced(err)
+			p.a.placing.failed(p.now)
+			p.lookAt(p.a.placing.due)
+			p.lookAt(p.now.Add(unplacedRetry))
+			return nil
+		}
 		decision, err := p.set.engine.Place(q)
 		if err != nil {
 			p.notPlaced(err)
@@ -71,7 +77,7 @@ func (p *pass) settle(ctx context.Context, node string) error {
 		p.a.status = old
 		return err
 	}
-	p.a.moveTo = ""
+	p.a.moveTo, p.a.placing = "", retry{}
 	p.log("placed", "node", node)
 	p.event(p.sb, EventNormal, "Scheduled", "placed on node "+node)
 	return nil
@@ -84,25 +90,41 @@ func (s settings) undo(p *pass) {
 	}
 }
 
-// locate adds what is known of where the sandbox's volumes are.
-func (p *pass) locate(q *PlacementRequest) {
+// locate adds what is known of where the sandbox's volumes are. An error is a volume that has no place yet and is waited
+// for. One that cannot be attached whatever the place says so when it is tried.
+func (p *pass) locate(q *PlacementRequest) error {
 	if p.Resolver == nil {
-		return
+		return nil
 	}
+	closed := p.volumes.gate(p) != nil
 	for _, e := range p.entries {
-		if e.invalid != nil || e.VolumeType == v1alpha1.VolumeTypeLocal {
+		if e.invalid != nil || e.Detach != nil || e.VolumeType == v1alpha1.VolumeTypeLocal || e.VolumeType == v1alpha1.VolumeTypeSnapshot {
 			continue
 		}
-		domains, key := p.Resolver.Locate(p.sb, &e.DynamicVolume)
-		q.VolumeDomains = append(q.VolumeDomains, domains...)
-		if key != "" {
-			q.VolumeKeys = append(q.VolumeKeys, key)
+		at, err := p.Resolver.Locate(wish(p.sb, e, p.set.topology))
+		switch {
+		case err == nil:
+		case isPermanent(err), e.OnFailure == v1alpha1.OnFailureRemove, closed && e.kind == v1alpha1.VolumeKindDynamic:
+			continue
+		default:
+			return err
+		}
+		q.VolumeDomains = append(q.VolumeDomains, at.Domains...)
+		if at.VolumeKey != "" {
+			q.VolumeKeys = append(q.VolumeKeys, at.VolumeKey)
+		}
+		if at.Reach != nil {
+			q.Reach = append(q.Reach, at.Reach)
 		}
 	}
+	return nil
 }
 
 func (p *pass) notPlaced(err error) {
 	st := &p.a.status
+	if st.Reason != string(fault.ReasonOf(err)) {
+		p.event(p.sb, EventWarning, string(fault.ReasonOf(err)), err.Error())
+	}
 	st.Phase, st.Reason, st.Message = v1alpha1.SandboxPending, string(fault.ReasonOf(err)), err.Error()
 	p.condition(v1alpha1.ConditionScheduled, false, st.Reason, st.Message)
 }
@@ -126,9 +148,12 @@ func (p *pass) replace(node string) {
 	a := p.a
 	a.refused = append(a.refused, node)
 	q := &PlacementRequest{UID: a.uid, Requests: p.workload.requests(), Image: p.workload.image, Exclude: a.refused}
-	p.locate(q)
-	p.set.engine.Undo(a.uid)
-	decision, err := p.set.engine.Place(q)
+	err := p.locate(q)
+	var decision Placement
+	if err == nil {
+		p.set.engine.Undo(a.uid)
+		decision, err = p.set.engine.Place(q)
+	}
 	if err != nil {
 		a.refused = nil // each has refused: all are tried again
 		p.registry.place(a.uid, placement{node: node, subGroup: p.key, requests: q.Requests, image: q.Image})

@@ -3,6 +3,7 @@ package scheduler
 import (
 	"context"
 	"fmt"
+	"iter"
 	"maps"
 	"testing"
 
@@ -226,18 +227,22 @@ func TestTopologyCompare(t *testing.T) {
 // claims resolves pvc volumes whose domain is their name.
 type claims struct{}
 
-func (claims) Locate(_ *v1alpha1.Sandbox, v *v1alpha1.DynamicVolume) ([]string, string) {
-	return []string{v.Source}, "pvc/" + v.Source
+func (claims) Locate(w Wish) (Location, error) {
+	return Location{Domains: []string{w.Volume.Source}, VolumeKey: "pvc/" + w.Volume.Source}, nil
 }
 
-func (claims) Resolve(_ context.Context, _ *v1alpha1.Sandbox, v *v1alpha1.DynamicVolume, _ string) (*ResolvedVolume, error) {
+func (claims) Changes(context.Context) iter.Seq[VolumeRef] { return func(func(VolumeRef) bool) {} }
+
+func (c claims) Resolve(_ context.Context, w Wish, _ string) (*ResolvedVolume, error) {
+	at, err := c.Locate(w)
+	source := w.Volume.Source
 	return &ResolvedVolume{
-		Domains: []string{v.Source}, VolumeKey: "pvc/" + v.Source, PVCName: v.Source, PVName: "pv-" + v.Source,
+		Location: at, PVCName: source, PVName: "pv-" + source,
 		Path: v1alpha1.VolumePathDirect, PathReason: "the driver is on the list",
 		SetSource: func(r *agentv1.AttachRequest) {
-			r.Source = &agentv1.AttachRequest_Csi{Csi: &agentv1.CSISource{VolumeHandle: v.Source}}
+			r.Source = &agentv1.AttachRequest_Csi{Csi: &agentv1.CSISource{VolumeHandle: source}}
 		},
-	}, nil
+	}, err
 }
 
 func TestCrossTopologyMount(t *testing.T) {

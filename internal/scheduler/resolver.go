@@ -2,29 +2,111 @@ package scheduler
 
 import (
 	"context"
+	"iter"
 	"strings"
+
+	"github.com/containerd/errdefs"
 
 	agentv1 "github.com/flux-sandbox/flux-sandbox/api/proto/agent/v1"
 	"github.com/flux-sandbox/flux-sandbox/api/sandbox/v1alpha1"
+	"github.com/flux-sandbox/flux-sandbox/internal/fault"
 )
 
 // Resolver turns volumes that live outside of a node (pvc, pv, oss) into sources that an agent understands.
-// Errors have a kind and a reason (package fault); of a kind that fault.IsPermanent, they are not tried again.
+//
+// Its errors have a kind and a reason (package fault); of a kind that fault.IsPermanent, they are not tried again, but
+// for CLAIM_NOT_FOUND, VOLUME_NOT_FOUND and VOLUME_NOT_BOUND: those end without a change of the sandbox.
 type Resolver interface {
-	// Locate says near which topology domains a volume is, and its identity on a node, as far as it is known
-	// in memory. It is called while a sandbox is placed, and must be fast.
-	Locate(sb *v1alpha1.Sandbox, v *v1alpha1.DynamicVolume) (domains []string, volumeKey string)
+	// Locate says where a volume is, as far as it is known in memory. It is called while a sandbox is placed, and must be
+	// fast. An error that will be tried again keeps the sandbox from being placed: a node that is chosen before the volume
+	// has one may be the wrong one, for good.
+	Locate(w Wish) (Location, error)
 	// Resolve prepares a volume for a node, whatever that takes, and says how it is attached there. It is
 	// idempotent, and called before every attach.
-	Resolve(ctx context.Context, sb *v1alpha1.Sandbox, v *v1alpha1.DynamicVolume, node string) (*ResolvedVolume, error)
+	Resolve(ctx context.Context, w Wish, node string) (*ResolvedVolume, error)
+	// Changes tells of volumes that are not any more what they were, until ctx ends: who waits for one tries again.
+	Changes(ctx context.Context) iter.Seq[VolumeRef]
+}
+
+// VolumeRef is a volume as entries name it.
+type VolumeRef struct {
+	Type v1alpha1.VolumeType
+	// Namespace is that of the sandboxes that mean this volume by Source; empty for all.
+	Namespace string
+	Source    string
+}
+
+// followVolumes has the sandboxes that ask for a volume looked at when it changes.
+func (s *Scheduler) followVolumes(ctx context.Context) error {
+	if s.Resolver == nil {
+		return nil
+	}
+	for ref := range s.Resolver.Changes(ctx) {
+		for _, key := range s.cache.asking(ref) {
+			s.mu.Lock()
+			a := s.actors[key]
+			s.mu.Unlock()
+			if a != nil {
+				a.mu.Lock()
+				a.moved = s.Clock.Now()
+				a.mu.Unlock()
+			}
+			s.queue.add(item{key: key})
+		}
+	}
+	return nil
+}
+
+// isWaiting says whether a reason is one that ends with a change of the volume.
+func isWaiting(reason fault.Reason) bool {
+	switch reason {
+	case fault.ClaimNotFound, fault.VolumeNotFound, fault.VolumeNotBound:
+		return true
+	}
+	return false
+}
+
+// Wish is a volume that a sandbox asks for.
+type Wish struct {
+	Sandbox *v1alpha1.Sandbox
+	Volume  *v1alpha1.DynamicVolume
+	// TopologyKey is the node label that names topology domains in the sandbox's group.
+	TopologyKey string
+}
+
+// Location is where a volume is.
+type Location struct {
+	// Domains are the topology domains near which the volume is; none when they are not known.
+	Domains []string
+	// VolumeKey is its identity on a node, empty when it is not known.
+	VolumeKey string
+	// Reach are the nodes from which it can be used; all when nil.
+	Reach *Reach
+}
+
+// Reach is a set of nodes, told by their labels.
+type Reach struct {
+	// Volume names the volume in messages.
+	Volume string
+	// Has says whether a node of that name with these labels is in the set. It is called for many nodes.
+	Has func(node string, labels map[string]string) bool
+	// Likely are names of nodes of the set, where that tells any: they are looked at first.
+	Likely []string
+}
+
+// check refuses a node from which the volume cannot be used, whatever is forced (design, section 8).
+func (r *Reach) check(node string, labels map[string]string) error {
+	if r == nil || r.Has(node, labels) {
+		return nil
+	}
+	return fault.New(errdefs.ErrFailedPrecondition, fault.UnreachableVolume,
+		"%s cannot be used from node %s, where the sandbox is: its node affinity names other nodes; use a volume that this node can reach, or a new sandbox, which is placed where its volumes are",
+		r.Volume, node)
 }
 
 // ResolvedVolume is a volume as one node will attach it.
 type ResolvedVolume struct {
-	// Domains are the topology domains near which the volume is; none when they are not known.
-	Domains []string
-	// VolumeKey is its identity on a node.
-	VolumeKey string
+	Location
 	// PVCName and PVName are shown in status, as are Path and PathReason.
 	PVCName, PVName string
 	Path            v1alpha1.VolumePath

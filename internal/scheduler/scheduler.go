@@ -184,6 +184,7 @@ func (s *Scheduler) Run(ctx context.Context) error {
 		}
 		return s.followAgents(ctx, g)
 	})
+	g.Go(func() error { return s.followVolumes(ctx) })
 	for range s.Workers {
 		g.Go(func() error {
 			if !wait(ctx, sandboxes) {
@@ -215,7 +216,7 @@ func wait(ctx context.Context, done <-chan struct{}) bool {
 func (s *Scheduler) work(ctx context.Context) {
 	for {
 		it, ok := s.queue.get()
-		if !ok {
+		if !ok || ctx.Err() != nil {
 			return
 		}
 		if it.node != "" {

@@ -665,6 +665,7 @@ func TestRestartOfTheScheduler(t *testing.T) {
 func TestLateWritesAreDerivedAgain(t *testing.T) {
 	w := newWorld(t)
 	uid := w.running("a", nil)
+	w.look("a")
 	before, late := w.store.spec.Load()+w.store.status.Load(), w.store.late.Load()
 	written := func() (all, lateOnes int64) {
 		return w.store.spec.Load() + w.store.status.Load() - before, w.store.late.Load() - late

@@ -1,8 +1,8 @@
 // Package store says how FluxSandbox keeps its objects: sandboxes and groups, and the leader's epoch.
 //
 // It holds the contract only. Backends implement it (embedded: one bbolt file; kube: the API server),
-// package storetest is the suite that each of them passes, package follow is the queue behind Follow,
-// package patch the one way in which an object is changed.
+// package storetest is the suite that each of them passes, package parts has what they must know of a kind,
+// package follow is the queue behind Follow, package patch the one way in which an object is changed.
 //
 // The rules that hold in every backend:
 //

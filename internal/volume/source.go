@@ -18,6 +18,9 @@ type Request struct {
 	Type v1alpha1.VolumeType `json:"type"`
 	// Source names the data, by type.
 	Source string `json:"source"`
+	// PersistentVolume is the name of the one that vouches for a source of type local, in place of the node's policy. Who
+	// may use it was checked before: the node knows of no PersistentVolumes.
+	PersistentVolume string `json:"persistentVolume,omitempty"`
 	// TenantID is the tenant of the sandbox, never what the entry claims; empty for none.
 	TenantID string `json:"tenantId,omitempty"`
 	// ReadOnly says that the sandbox will not write. The caller makes the mount read-only.
@@ -105,6 +108,11 @@ type Prompt interface {
 	// which there would be more to check or to hold to than what Tree does by itself (a size), or that could hang, gets
 	// neither a tree nor an error, and nothing was done: it takes the long way. Like a Tree it may overlap with others.
 	PromptTree(r Request) (*mount.Tree, Prepared, error)
+}
+
+// PersistentPathKey is the key of a local or hostPath PersistentVolume: its path on the node.
+func PersistentPathKey(path string) string {
+	return Key(v1alpha1.VolumeTypeLocal, "persistentVolume", path)
 }
 
 // Key is the identity of a volume on a node: its type and what the source resolved it to. Equal identities

@@ -44,16 +44,24 @@ func CheckTarget(target string, extraDenied []string) error {
 		return fault.New(errdefs.ErrPermissionDenied, fault.TargetDenied, "no volume may be mounted at / of a sandbox: choose a directory such as /data")
 	}
 	for _, list := range [][]string{DeniedTargets, ReservedTargets, extraDenied} {
-		for _, denied := range list {
-			// An operator may have written "/srv/"; a relative path is taken as absolute, to fail closed.
-			denied = path.Clean("/" + denied)
-			if within(target, denied) || within(denied, target) {
-				return fault.New(errdefs.ErrPermissionDenied, fault.TargetDenied,
-					"no volume may be mounted at %s: it is, is in, or contains %s, which is denied; choose another directory such as /data", target, denied)
-			}
+		if denied := Denied(target, list); denied != "" {
+			return fault.New(errdefs.ErrPermissionDenied, fault.TargetDenied,
+				"no volume may be mounted at %s: it is, is in, or contains %s, which is denied; choose another directory such as /data", target, denied)
 		}
 	}
 	return nil
+}
+
+// Denied is the first of the denied directories that a clean absolute path is, is in, or contains; empty for none.
+func Denied(p string, list []string) string {
+	for _, denied := range list {
+		// An operator may have written "/srv/"; a relative path is taken as absolute, to fail closed.
+		denied = path.Clean("/" + denied)
+		if within(p, denied) || within(denied, p) {
+			return denied
+		}
+	}
+	return ""
 }
 
 // ValidateTargets refuses volumes of one sandbox that lie at, in or around another. Each target is valid by

@@ -97,7 +97,7 @@ type SchedulingWeights struct {
 type SchedulingPolicy struct {
 	// Strategy is Spread or Pack; Spread when empty.
 	// +kubebuilder:validation:MaxLength=63
-	// +kubebuilder:validation:XValidation:rule=`self in ['', 'Spread', 'Pack']`,messageExpression=`'strategy "' + self + '" is not known: write Spread or Pack'`
+	// +kubebuilder:validation:XValidation:rule=`self in ["", 'Spread', 'Pack']`,messageExpression=`'strategy "' + self + '" is not known: write Spread or Pack'`
 	// +optional
 	Strategy string `json:"strategy,omitempty"`
 	// TopologyAffinity places sandboxes near their volumes and each other.

@@ -41,7 +41,8 @@ const (
 )
 
 // Target is the path in a sandbox at which a volume is mounted: absolute, clean, at most 1,024 bytes, and outside of
-// the directories that the system needs (package volume, DeniedTargets).
+// the directories that the system needs (package volume, DeniedTargets). Rules count characters where they cannot count
+// bytes: a component of more than 255 bytes in fewer characters is refused by the scheduler.
 //
 // +kubebuilder:validation:MinLength=1
 // +kubebuilder:validation:MaxLength=1024
@@ -76,7 +77,7 @@ type VolumeMount struct {
 	Target Target `json:"target"`
 	// Mode is ro or rw; rw when empty.
 	// +kubebuilder:validation:MaxLength=63
-	// +kubebuilder:validation:XValidation:rule=`self in ['', 'ro', 'rw']`,messageExpression=`'mode "' + self + '" is not valid: write ro or rw'`
+	// +kubebuilder:validation:XValidation:rule=`self in ["", 'ro', 'rw']`,messageExpression=`'mode "' + self + '" is not valid: write ro or rw'`
 	// +kubebuilder:default=rw
 	// +optional
 	Mode VolumeMode `json:"mode,omitempty"`
@@ -93,9 +94,9 @@ type VolumeMount struct {
 // +kubebuilder:validation:XValidation:rule=`self.volumeType == oldSelf.volumeType`,messageExpression=`'volumeType of the volume at ' + self.target + ' cannot be changed: remove the volume and add it again'`,fieldPath=.volumeType,reason=FieldValueForbidden
 // +kubebuilder:validation:XValidation:rule=`self.source == oldSelf.source`,messageExpression=`'source of the volume at ' + self.target + ' cannot be changed: remove the volume and add it again'`,fieldPath=.source,reason=FieldValueForbidden
 // +kubebuilder:validation:XValidation:rule=`(has(self.mode) && self.mode == 'ro') == (has(oldSelf.mode) && oldSelf.mode == 'ro')`,messageExpression=`'mode of the volume at ' + self.target + ' cannot be changed: remove the volume and add it again'`,fieldPath=.mode,reason=FieldValueForbidden
-// +kubebuilder:validation:XValidation:rule=`(has(self.subPath) ? self.subPath : '') == (has(oldSelf.subPath) ? oldSelf.subPath : '')`,messageExpression=`'subPath of the volume at ' + self.target + ' cannot be changed: remove the volume and add it again'`,fieldPath=.subPath,reason=FieldValueForbidden
-// +kubebuilder:validation:XValidation:rule=`(has(self.sizeLimit) ? self.sizeLimit : '') == (has(oldSelf.sizeLimit) ? oldSelf.sizeLimit : '') || has(self.sizeLimit) && has(oldSelf.sizeLimit) && isQuantity(self.sizeLimit) && isQuantity(oldSelf.sizeLimit) && quantity(self.sizeLimit).compareTo(quantity(oldSelf.sizeLimit)) == 0`,messageExpression=`'sizeLimit of the volume at ' + self.target + ' cannot be changed: remove the volume and add it again'`,fieldPath=.sizeLimit,reason=FieldValueForbidden
-// +kubebuilder:validation:XValidation:rule=`!has(self.tenantId) || !has(oldSelf.tenantId) || self.tenantId in ['', oldSelf.tenantId] || oldSelf.tenantId == ''`,messageExpression=`'tenantId of the volume at ' + self.target + ' cannot be changed: remove the volume and add it again'`,fieldPath=.tenantId,reason=FieldValueForbidden
+// +kubebuilder:validation:XValidation:rule=`(has(self.subPath) ? self.subPath : "") == (has(oldSelf.subPath) ? oldSelf.subPath : "")`,messageExpression=`'subPath of the volume at ' + self.target + ' cannot be changed: remove the volume and add it again'`,fieldPath=.subPath,reason=FieldValueForbidden
+// +kubebuilder:validation:XValidation:rule=`(has(self.sizeLimit) ? self.sizeLimit : "") == (has(oldSelf.sizeLimit) ? oldSelf.sizeLimit : "") || has(self.sizeLimit) && has(oldSelf.sizeLimit) && isQuantity(self.sizeLimit) && isQuantity(oldSelf.sizeLimit) && quantity(self.sizeLimit).compareTo(quantity(oldSelf.sizeLimit)) == 0`,messageExpression=`'sizeLimit of the volume at ' + self.target + ' cannot be changed: remove the volume and add it again'`,fieldPath=.sizeLimit,reason=FieldValueForbidden
+// +kubebuilder:validation:XValidation:rule=`!has(self.tenantId) || !has(oldSelf.tenantId) || self.tenantId in ["", oldSelf.tenantId] || oldSelf.tenantId == ""`,messageExpression=`'tenantId of the volume at ' + self.target + ' cannot be changed: remove the volume and add it again'`,fieldPath=.tenantId,reason=FieldValueForbidden
 type DynamicVolume struct {
 	// VolumeType is local, pvc, pv, snapshot or oss.
 	// +kubebuilder:validation:MaxLength=63
@@ -110,14 +111,14 @@ type DynamicVolume struct {
 	Target Target `json:"target"`
 	// Mode is ro or rw; rw when empty.
 	// +kubebuilder:validation:MaxLength=63
-	// +kubebuilder:validation:XValidation:rule=`self in ['', 'ro', 'rw']`,messageExpression=`'mode "' + self + '" is not valid: write ro or rw'`
+	// +kubebuilder:validation:XValidation:rule=`self in ["", 'ro', 'rw']`,messageExpression=`'mode "' + self + '" is not valid: write ro or rw'`
 	// +kubebuilder:default=rw
 	// +optional
 	Mode VolumeMode `json:"mode,omitempty"`
 	// SizeLimit is the most that the volume may hold, as a Kubernetes quantity such as 50Gi. It is a
 	// hard limit: where nothing can enforce it the volume is refused.
 	// +kubebuilder:validation:MaxLength=63
-	// +kubebuilder:validation:XValidation:rule=`self == '' || self.matches('^[0-9]{1,19}([.][0-9]{1,19})?([KMGTPE]i|[kMGTPE]|[eE][+]?[0-9]{1,2})?$') && isQuantity(self) && quantity(self).compareTo(quantity('1Mi')) >= 0 && quantity(self).compareTo(quantity('1Ei')) <= 0 && (quantity(self).isInteger() || quantity(self).sub(int(quantity(self).asApproximateFloat())).compareTo(quantity('0')) == 0)`,messageExpression=`'size "' + self + '" is not valid: write a quantity of whole bytes from 1Mi to 1Ei such as 500Mi or 50Gi'`
+	// +kubebuilder:validation:XValidation:rule=`self == "" || self.matches('^[0-9]{1,19}([.][0-9]{1,19})?([KMGTPE]i|[kMGTPE]|[eE][+]?[0-9]{1,2})?$') && isQuantity(self) && quantity(self).compareTo(quantity('1Mi')) >= 0 && quantity(self).compareTo(quantity('1Ei')) <= 0 && (quantity(self).isInteger() || quantity(self).sub(int(quantity(self).asApproximateFloat())).compareTo(quantity('0')) == 0)`,messageExpression=`'size "' + self + '" is not valid: write a quantity of whole bytes from 1Mi to 1Ei such as 500Mi or 50Gi'`
 	// +optional
 	SizeLimit string `json:"sizeLimit,omitempty"`
 	// TenantID is the tenant whose data it is; the sandbox's tenant when empty, and never another.
@@ -125,7 +126,7 @@ type DynamicVolume struct {
 	TenantID TenantID `json:"tenantId,omitempty"`
 	// SubPath is a directory inside the volume, relative to its root. It is never created.
 	// +kubebuilder:validation:MaxLength=4095
-	// +kubebuilder:validation:XValidation:rule=`self == '' || bytes(self).size() <= 4095 && self.matches('^[^/\\p{Cc}]+(/[^/\\p{Cc}]+)*$') && !self.matches('(^|/)[.]{1,2}(/|$)') && !self.matches('[^/]{256}')`,message="the subPath is not valid: write a clean relative path such as models/v1"
+	// +kubebuilder:validation:XValidation:rule=`self == "" || bytes(self).size() <= 4095 && self.matches('^[^/\\p{Cc}]+(/[^/\\p{Cc}]+)*$') && !self.matches('(^|/)[.]{1,2}(/|$)') && !self.matches('[^/]{256}')`,message="the subPath is not valid: write a clean relative path such as models/v1"
 	// +optional
 	SubPath string `json:"subPath,omitempty"`
 	// ForceMount attaches a volume of another topology domain, with a warning.
@@ -133,7 +134,7 @@ type DynamicVolume struct {
 	ForceMount bool `json:"forceMount,omitempty"`
 	// OnFailure is Keep or Remove; Keep when empty.
 	// +kubebuilder:validation:MaxLength=63
-	// +kubebuilder:validation:XValidation:rule=`self in ['', 'Keep', 'Remove']`,messageExpression=`'onFailure "' + self + '" is not valid: write Keep or Remove'`
+	// +kubebuilder:validation:XValidation:rule=`self in ["", 'Keep', 'Remove']`,messageExpression=`'onFailure "' + self + '" is not valid: write Keep or Remove'`
 	// +kubebuilder:default=Keep
 	// +optional
 	OnFailure OnFailure `json:"onFailure,omitempty"`

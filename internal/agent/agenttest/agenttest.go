@@ -313,6 +313,8 @@ type Volume struct {
 	AtCreate                bool
 	// Hash is the entry's; made of the fields when empty.
 	Hash string
+	// PersistentVolume is the one that vouches for the source.
+	PersistentVolume string
 }
 
 // Attach attaches a volume.
@@ -346,7 +348,7 @@ func (s *Sandbox) AttachRequest(v Volume) *agentv1.AttachRequest {
 		workload = &agentv1.Workload{Kind: &agentv1.Workload_Pod{Pod: s.Pod}}
 	}
 	return &agentv1.AttachRequest{Command: s.command(), Workload: workload, When: when, TenantId: s.Tenant, Target: v.Target, Mode: string(mode),
-		SubPath: v.SubPath, SizeLimitBytes: v.Size, EntryHash: v.Hash, Source: &agentv1.AttachRequest_Local{Local: &agentv1.LocalSource{Path: v.Source}}}
+		SubPath: v.SubPath, SizeLimitBytes: v.Size, EntryHash: v.Hash, Source: &agentv1.AttachRequest_Local{Local: &agentv1.LocalSource{Path: v.Source, PersistentVolume: v.PersistentVolume}}}
 }
 
 // Detach detaches a target and returns the answer.

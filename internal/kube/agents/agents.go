@@ -14,6 +14,7 @@ import (
 
 	"github.com/containerd/errdefs"
 	"google.golang.org/grpc"
+	"google.golang.org/grpc/backoff"
 	"google.golang.org/grpc/credentials"
 	"google.golang.org/grpc/keepalive"
 	discoveryv1 "k8s.io/api/discovery/v1"
@@ -61,6 +62,13 @@ type peer struct {
 // keepAlive finds a connection whose other side is gone within 15 s: an inventory stream has no other way to notice. The
 // agents' server allows such pings (agent.NewServer).
 var keepAlive = keepalive.ClientParameters{Time: agentv1.KeepAlive, Timeout: 5 * time.Second, PermitWithoutStream: true}
+
+// reconnect bounds the wait between two tries to connect: an agent that is back is asked soon. gRPC's own default grows to
+// two minutes.
+var reconnect = grpc.ConnectParams{
+	Backoff:           backoff.Config{BaseDelay: 100 * time.Millisecond, Multiplier: 1.6, Jitter: 0.2, MaxDelay: 3 * time.Second},
+	MinConnectTimeout: 5 * time.Second,
+}
 
 // New makes Agents.
 func New(config Config) (*Agents, error) {
@@ -213,6 +221,7 @@ func (a *Agents) putSlice(o any) {
 		address := net.JoinHostPort(e.Addresses[0], port)
 		p := a.peer(*e.NodeName)
 		if p.address == address && p.conn != nil {
+			p.conn.ResetConnectBackoff() // a new Pod at the old address, as with the host's network
 			continue
 		}
 		if err := a.dial(p, *e.NodeName, address); err != nil {
@@ -236,6 +245,7 @@ func (a *Agents) dial(p *peer, node, address string) error {
 	conn, err := grpc.NewClient("passthrough:///"+address,
 		grpc.WithTransportCredentials(a.config.Credentials(node)),
 		grpc.WithKeepaliveParams(keepAlive),
+		grpc.WithConnectParams(reconnect),
 		grpc.WithStaticStreamWindowSize(agentv1.Window), grpc.WithStaticConnWindowSize(agentv1.Window))
 	if err != nil {
 		return err

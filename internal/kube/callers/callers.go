@@ -30,9 +30,14 @@ const (
 	keepUser    = 30 * time.Second
 	keepAllowed = 10 * time.Second
 	keepDenied  = 2 * time.Second
-	maxUsers    = 1 << 12
-	maxRights   = 1 << 14
+	// keepWhileAway is how long the last answer holds, for reads alone, while the API server does not answer.
+	keepWhileAway = 10 * time.Minute
+	maxUsers      = 1 << 12
+	maxRights     = 1 << 14
 )
+
+// reads are the verbs that go on while the API server is away.
+var reads = map[string]bool{"get": true, "list": true, "watch": true}
 
 // Options are what Callers are made of.
 type Options struct {
@@ -93,10 +98,10 @@ func (c *Callers) Authenticate(ctx context.Context) (grpcapi.Identity, error) {
 	if err != nil {
 		return grpcapi.Identity{}, err
 	}
-	caller, err := c.users.get(ctx, []byte(token), func(ctx context.Context) (grpcapi.Identity, time.Duration, error) {
+	caller, err := c.users.get(ctx, []byte(token), func(ctx context.Context) (answer[grpcapi.Identity], error) {
 		says := claimsOf(token)
 		user, err := tokens.Review(ctx, c.options.Tokens, token, c.audience(says))
-		return identityOf(user), c.keep(says), err
+		return answer[grpcapi.Identity]{identityOf(user), c.keep(says, keepUser), c.keep(says, keepWhileAway)}, err
 	})
 	if err != nil {
 		c.log.Info("caller not authenticated", "reason", fault.ReasonOf(err), "cause", tokens.Cause(err))
@@ -113,14 +118,14 @@ func (c *Callers) audience(says claims) string {
 	return c.options.Audience
 }
 
-// keep is how long the answer about a token is remembered. A token that does not say when it ends, since it is
-// no JWT or says nothing, ends for us then.
-func (c *Callers) keep(says claims) time.Duration {
+// keep is how long the answer about a token is remembered, at most for a time. A token that does not say when it ends, since
+// it is no JWT or says nothing, ends for us then.
+func (c *Callers) keep(says claims, most time.Duration) time.Duration {
 	if says.Expires == nil {
-		return keepUser
+		return min(most, keepUser)
 	}
 	left := time.Duration((*says.Expires - float64(c.options.Clock.Now().Unix())) * float64(time.Second))
-	return min(left, keepUser)
+	return min(left, most)
 }
 
 func identityOf(user authenticationv1.UserInfo) grpcapi.Identity {
@@ -155,17 +160,21 @@ func (c *Callers) Authorize(ctx context.Context, caller grpcapi.Identity, access
 	if err != nil {
 		return "", err
 	}
-	allowed, err := c.rights.get(ctx, question, func(ctx context.Context) (bool, time.Duration, error) {
+	allowed, err := c.rights.get(ctx, question, func(ctx context.Context) (answer[bool], error) {
 		review, err := c.options.Access.Create(ctx, &authorizationv1.SubjectAccessReview{Spec: spec}, metav1.CreateOptions{})
 		if err != nil {
-			return false, 0, tokens.Unavailable(err, "the caller's rights could not be checked, as the API server did not answer: try again")
+			return answer[bool]{}, tokens.Unavailable(err, "the caller's rights could not be checked, as the API server did not answer: try again")
 		}
 		if review.Status.Allowed && !review.Status.Denied {
-			return true, keepAllowed, nil
+			yes := answer[bool]{value: true, keep: keepAllowed}
+			if reads[access.Verb] {
+				yes.away = keepWhileAway
+			}
+			return yes, nil
 		}
 		c.log.Info("access denied", "user", caller.Name, "verb", access.Verb, "subresource", access.Subresource, "namespace", access.Namespace,
 			"name", access.Name, "why", review.Status.Reason, "evaluationError", review.Status.EvaluationError)
-		return false, keepDenied, nil
+		return answer[bool]{keep: keepDenied}, nil
 	})
 	if err != nil {
 		return "", err

@@ -197,9 +197,47 @@ func TestUsersAreRememberedForAShortTime(t *testing.T) {
 	ask(long, keepUser+1, true, 1)
 	s.set(func() { s.down = true })
 	ask(long, keepUser+time.Second, true, 0) // the API server is away
-	clock.SetTime(start.Add(3 * keepUser))
+	ask(long, 3*keepUser, true, 1)           // for a while, what it said last will do
+	clock.SetTime(start.Add(2*keepUser + keepWhileAway))
 	if _, err := c.Authenticate(bearing(t.Context(), long)); fault.ReasonOf(err) != fault.AuthUnavailable || !errdefs.IsUnavailable(err) {
-		t.Errorf("the API server is away: %v", err)
+		t.Errorf("the API server is away for long: %v", err)
+	}
+}
+
+// While the API server is away, reads go on for who could read before, and nothing else does.
+func TestReadsGoOnWhileTheAPIServerIsAway(t *testing.T) {
+	s := newAPIServer()
+	s.may["alice get sandboxes/ a"], s.may["alice create sandboxes/volumes a"] = true, true
+	c, clock := s.callers(t)
+	alice := grpcapi.Identity{Name: "alice"}
+	ask := func(verb, sub, namespace string) error {
+		_, err := c.Authorize(t.Context(), alice, grpcapi.Access{Verb: verb, Subresource: sub, Namespace: namespace})
+		return err
+	}
+	if err := errors.Join(ask("get", "", "a"), ask("create", "volumes", "a")); err != nil {
+		t.Fatal(err)
+	}
+	if err := ask("get", "", "b"); !errdefs.IsPermissionDenied(err) {
+		t.Fatal(err)
+	}
+	s.set(func() { s.down = true })
+	clock.SetTime(start.Add(keepWhileAway - time.Second))
+	if err := ask("get", "", "a"); err != nil {
+		t.Errorf("a read: %v", err)
+	}
+	for _, refused := range [][3]string{{"create", "volumes", "a"}, {"get", "", "b"}, {"list", "", "a"}} {
+		if err := ask(refused[0], refused[1], refused[2]); fault.ReasonOf(err) != fault.AuthUnavailable {
+			t.Errorf("%v: %v", refused, err)
+		}
+	}
+	clock.SetTime(start.Add(keepWhileAway + time.Second))
+	if err := ask("get", "", "a"); fault.ReasonOf(err) != fault.AuthUnavailable {
+		t.Errorf("a read much later: %v", err)
+	}
+	// Back, it says no: that counts at once.
+	s.set(func() { s.down = false; clear(s.may) })
+	if err := ask("get", "", "a"); !errdefs.IsPermissionDenied(err) {
+		t.Errorf("after it is back: %v", err)
 	}
 }
 

@@ -2,15 +2,12 @@ package embedded
 
 import (
 	"context"
-	"encoding/base64"
 	"errors"
 	"fmt"
 	"iter"
 	"slices"
-	"strings"
 
 	bolt "go.etcd.io/bbolt"
-	"k8s.io/apimachinery/pkg/labels"
 	"k8s.io/apimachinery/pkg/types"
 
 	"github.com/flux-sandbox/flux-sandbox/internal/store"
@@ -128,89 +125,37 @@ func (c *collection[T]) GetByUID(ctx context.Context, uid types.UID) (T, error) 
 
 // List implements store.Reader.
 func (c *collection[T]) List(ctx context.Context, options store.ListOptions) (store.Page[T], error) {
-	var page store.Page[T]
 	if err := ctx.Err(); err != nil {
-		return page, err
+		return store.Page[T]{}, err
 	}
-	after, err := decodeContinue(options.Continue)
-	if err != nil {
-		return page, err
-	}
-	found := c.find(options, after)
-	slices.SortFunc(found, func(a, b T) int { return compareKeys(store.KeyOf(a), store.KeyOf(b)) })
-	if options.Limit > 0 && len(found) > options.Limit {
-		found = found[:options.Limit]
-		page.Continue = encodeContinue(store.KeyOf(found[len(found)-1]))
-	}
-	page.Items = make([]T, len(found))
-	for i, object := range found {
-		page.Items[i] = copyOf(object)
-	}
-	return page, nil
-}
-
-// find returns the shown objects that match, themselves and not copies, in no order.
-func (c *collection[T]) find(options store.ListOptions, after store.Key) []T {
-	c.store.mu.RLock()
-	defer c.store.mu.RUnlock()
-	var found []T
-	for key, s := range c.shown {
-		switch {
-		case options.Namespace != "" && key.Namespace != options.Namespace:
-		case compareKeys(key, after) <= 0:
-		case options.Labels != nil && !options.Labels.Matches(labels.Set(s.object.GetLabels())):
-		default:
-			found = append(found, s.object)
-		}
-	}
-	return found
+	return store.Pick(options, func(f func(iter.Seq[T])) { c.each(nil, f) })
 }
 
 // Follow implements store.Follower.
 func (c *collection[T]) Follow(ctx context.Context, keys ...store.Key) iter.Seq[store.Event[T]] {
 	keys = slices.Clone(keys)
-	return c.hub.Follow(ctx, keys, func(follow func(iter.Seq[T])) {
-		c.store.mu.RLock()
-		defer c.store.mu.RUnlock()
-		follow(func(yield func(T) bool) {
-			if len(keys) > 0 {
-				for _, k := range keys {
-					if s := c.shown[k]; s != nil && !yield(s.object) {
-						return
-					}
-				}
-				return
-			}
-			for _, s := range c.shown {
-				if !yield(s.object) {
+	return c.hub.Follow(ctx, keys, func(f func(iter.Seq[T])) { c.each(keys, f) })
+}
+
+// each calls f with all shown objects, or those of these keys, while none changes.
+func (c *collection[T]) each(keys []store.Key, f func(iter.Seq[T])) {
+	c.store.mu.RLock()
+	defer c.store.mu.RUnlock()
+	f(func(yield func(T) bool) {
+		if len(keys) > 0 {
+			for _, k := range keys {
+				if s := c.shown[k]; s != nil && !yield(s.object) {
 					return
 				}
 			}
-		})
+			return
+		}
+		for _, s := range c.shown {
+			if !yield(s.object) {
+				return
+			}
+		}
 	})
 }
 
 func copyOf[T store.Object](object T) T { return object.DeepCopyObject().(T) }
-
-func compareKeys(a, b store.Key) int {
-	if c := strings.Compare(a.Namespace, b.Namespace); c != 0 {
-		return c
-	}
-	return strings.Compare(a.Name, b.Name)
-}
-
-func encodeContinue(last store.Key) string {
-	return base64.RawURLEncoding.EncodeToString([]byte(last.String()))
-}
-
-func decodeContinue(token string) (store.Key, error) {
-	if token == "" {
-		return store.Key{}, nil
-	}
-	text, err := base64.RawURLEncoding.DecodeString(token)
-	namespace, name, ok := strings.Cut(string(text), "/")
-	if err != nil || !ok {
-		return store.Key{}, store.BadContinue(token)
-	}
-	return store.Key{Namespace: namespace, Name: name}, nil
-}

@@ -29,9 +29,8 @@ func (c *collection[T]) Create(ctx context.Context, object T) (T, error) {
 		if now.exists() {
 			return nil, c.kind.Exists(key)
 		}
-		made := c.kind.empty()
-		c.kind.copySpec(made, object)
-		copyMeta(made, object)
+		made := c.kind.Empty()
+		c.kind.TakeSpec(made, object)
 		made.SetNamespace(key.Namespace)
 		made.SetName(key.Name)
 		made.SetUID(uuid.NewUUID())
@@ -58,10 +57,7 @@ func (c *collection[T]) UpdateSpecLate(ctx context.Context, key store.Key, pre s
 
 func (c *collection[T]) updateSpec(ctx context.Context, key store.Key, pre store.Preconditions, change func(T) error, late bool) (T, error) {
 	return c.mutate(ctx, key, "update", func(now *state[T]) (*state[T], error) {
-		next, err := c.changed(key, now, pre, change, func(to, from T) {
-			c.kind.copySpec(to, from)
-			copyMeta(to, from)
-		})
+		next, err := c.changed(key, now, pre, change, c.kind.TakeSpec)
 		if err != nil {
 			return nil, err
 		}
@@ -73,7 +69,7 @@ func (c *collection[T]) updateSpec(ctx context.Context, key store.Key, pre store
 				}
 			}
 		}
-		revised, err := c.revise(key, now, next, c.kind.specPart)
+		revised, err := c.revise(key, now, next, c.kind.SpecPart)
 		if err == nil && revised != now {
 			revised.gone = deleting && len(next.GetFinalizers()) == 0
 			revised.early = late && !revised.gone
@@ -94,11 +90,11 @@ func (c *collection[T]) UpdateStatusLate(ctx context.Context, key store.Key, pre
 
 func (c *collection[T]) updateStatus(ctx context.Context, key store.Key, pre store.Preconditions, change func(T) error, late bool) (T, error) {
 	return c.mutate(ctx, key, "update the status of", func(now *state[T]) (*state[T], error) {
-		next, err := c.changed(key, now, pre, change, c.kind.copyStatus)
+		next, err := c.changed(key, now, pre, change, c.kind.TakeStatus)
 		if err != nil {
 			return nil, err
 		}
-		revised, err := c.revise(key, now, next, c.kind.statusPart)
+		revised, err := c.revise(key, now, next, c.kind.StatusPart)
 		if err == nil && revised != now {
 			revised.early = late
 		}
@@ -125,7 +121,7 @@ func (c *collection[T]) Delete(ctx context.Context, key store.Key, pre store.Pre
 		next := copyOf(now.object)
 		next.SetDeletionTimestamp(&metav1.Time{Time: c.store.options.Clock.Now()})
 		next.SetGeneration(now.object.GetGeneration() + 1)
-		return c.revise(key, now, next, c.kind.specPart)
+		return c.revise(key, now, next, c.kind.SpecPart)
 	})
 	return err
 }

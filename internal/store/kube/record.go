@@ -83,8 +83,8 @@ func newScheme() *runtime.Scheme {
 }
 
 func addKind[T store.Object](s *runtime.Scheme, k kind[T]) {
-	s.AddKnownTypeWithName(k.gvk, &record[T]{})
-	s.AddKnownTypeWithName(k.gvk.GroupVersion().WithKind(k.gvk.Kind+"List"), &recordList[T]{})
+	s.AddKnownTypeWithName(k.GVK, &record[T]{})
+	s.AddKnownTypeWithName(k.GVK.GroupVersion().WithKind(k.GVK.Kind+"List"), &recordList[T]{})
 }
 
 var (

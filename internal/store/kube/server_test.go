@@ -13,6 +13,7 @@ import (
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/client-go/kubernetes"
+	"k8s.io/utils/ptr"
 
 	"github.com/flux-sandbox/flux-sandbox/internal/fault"
 	"github.com/flux-sandbox/flux-sandbox/internal/store"
@@ -184,4 +185,20 @@ func TestEpochOutlivesTheLease(t *testing.T) {
 	}
 	count()
 	count()
+
+	// Who lost the Lease gets none, also when nobody told it.
+	l, err = leases.Get(t.Context(), lease.Name, metav1.GetOptions{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	l.Spec.HolderIdentity = ptr.To("new")
+	if _, err := leases.Update(t.Context(), l, metav1.UpdateOptions{}); err != nil {
+		t.Fatal(err)
+	}
+	if e, err := s.NextEpochOf(t.Context(), "old"); !errdefs.IsConflict(err) {
+		t.Errorf("the old leader got epoch %d: %v", e, err)
+	}
+	if e, err := s.NextEpochOf(t.Context(), "new"); err != nil || e <= last {
+		t.Errorf("epoch %d after %d: %v", e, last, err)
+	}
 }

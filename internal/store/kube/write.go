@@ -26,12 +26,11 @@ func (c *collection[T]) Create(ctx context.Context, object T) (T, error) {
 	if err := ctx.Err(); err != nil {
 		return none, c.ended("create", key, err)
 	}
-	made := c.kind.empty()
-	c.kind.copySpec(made, object)
-	copyMeta(made, object)
+	made := c.kind.Empty()
+	c.kind.TakeSpec(made, object)
 	made.SetNamespace(key.Namespace)
 	made.SetName(key.Name)
-	made.GetObjectKind().SetGroupVersionKind(c.kind.gvk)
+	made.GetObjectKind().SetGroupVersionKind(c.kind.GVK)
 	raw, err := json.Marshal(made)
 	if err != nil {
 		return none, fmt.Errorf("encode %s %s: %w", c.kind, key, err)
@@ -50,10 +49,7 @@ func (c *collection[T]) Create(ctx context.Context, object T) (T, error) {
 // UpdateSpec implements store.Writer.
 func (c *collection[T]) UpdateSpec(ctx context.Context, key store.Key, pre store.Preconditions, change func(T) error) (T, error) {
 	return c.mutate(ctx, "update", key, pre, func(now *record[T]) (write[T], error) {
-		next, err := changed(now, change, func(to, from T) {
-			c.kind.copySpec(to, from)
-			copyMeta(to, from)
-		})
+		next, err := changed(now, change, c.kind.TakeSpec)
 		if err != nil {
 			return nil, err
 		}
@@ -64,18 +60,18 @@ func (c *collection[T]) UpdateSpec(ctx context.Context, key store.Key, pre store
 				}
 			}
 		}
-		return c.revise(key, now, next, c.kind.specPart)
+		return c.revise(key, now, next, c.kind.SpecPart)
 	})
 }
 
 // UpdateStatus implements store.Writer.
 func (c *collection[T]) UpdateStatus(ctx context.Context, key store.Key, pre store.Preconditions, change func(T) error) (T, error) {
 	return c.mutate(ctx, "update the status of", key, pre, func(now *record[T]) (write[T], error) {
-		next, err := changed(now, change, c.kind.copyStatus)
+		next, err := changed(now, change, c.kind.TakeStatus)
 		if err != nil {
 			return nil, err
 		}
-		return c.revise(key, now, next, c.kind.statusPart, "status")
+		return c.revise(key, now, next, c.kind.StatusPart, "status")
 	})
 }
 

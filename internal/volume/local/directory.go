@@ -5,6 +5,7 @@ import (
 	"errors"
 	"os"
 	"path"
+	"strconv"
 
 	"github.com/containerd/errdefs"
 
@@ -35,6 +36,9 @@ func (s *Source) limit(r volume.Request, dir *os.File, p *volume.Prepared) error
 	if err != nil {
 		return err
 	}
+	if r.PersistentVolume != "" {
+		return s.limitPersistent(r, total, p)
+	}
 	if holds(total, r.SizeLimitBytes) {
 		p.Limit, p.CapacityBytes = v1alpha1.LimitCapacity, total
 		return nil
@@ -48,6 +52,32 @@ func (s *Source) limit(r volume.Request, dir *os.File, p *volume.Prepared) error
 		p.Limit = v1alpha1.LimitQuota
 	}
 	return err
+}
+
+// limitPersistent accepts a limit that the volume's own filesystem, of total bytes, keeps. The capacity that it declares
+// says nothing, and neither does a filesystem that is not the volume's, as when its disk is not mounted. No quota is set
+// on what others administer.
+func (s *Source) limitPersistent(r volume.Request, total int64, p *volume.Prepared) error {
+	own, err := s.sys.OwnFilesystem(r.Source)
+	if err != nil {
+		return err
+	}
+	switch {
+	case own && holds(total, r.SizeLimitBytes):
+		p.Limit, p.CapacityBytes = v1alpha1.LimitCapacity, total
+		return nil
+	case r.BestEffort:
+		p.Limit = v1alpha1.LimitBestEffort
+		return nil
+	}
+	is := "is larger"
+	if !own {
+		is = "is not mounted there as a whole (is the volume's disk mounted?)"
+	}
+	return fault.New(errdefs.ErrFailedPrecondition, fault.LimitNotEnforced,
+		"nothing enforces a sizeLimit of %d bytes on PersistentVolume %s: the filesystem at %s has %d bytes and %s; ask for at least its size, leave sizeLimit out, or let the operator allow BestEffort",
+		r.SizeLimitBytes, r.PersistentVolume, r.Source, total, is).
+		With("requested", strconv.FormatInt(r.SizeLimitBytes, 10)).With("actual", strconv.FormatInt(total, 10))
 }
 
 // holds says whether a filesystem of that size enforces the limit by itself. Some (tmpfs without a size, some FUSE)
@@ -79,6 +109,9 @@ func (s *Source) prepareRemoteDirectory(ctx context.Context, r volume.Request, d
 	total, err := s.sys.SizeInHelper(ctx, tree)
 	if err != nil {
 		return err
+	}
+	if r.PersistentVolume != "" {
+		return s.limitPersistent(r, total, p)
 	}
 	if !holds(total, r.SizeLimitBytes) {
 		return notEnforceable(r, total, p, errors.New("a network filesystem has no project quota"))

@@ -30,6 +30,15 @@
 // tenant's folder are root's alone. The folder stays when an image could not be made: another volume may be about to
 // be made in it. Every Tree is another mount of the one superblock, which stays writable for the others.
 //
+// # PersistentVolumes
+//
+// Where the node allows it (Option PersistentVolumes), a source may be the path of a local or hostPath PersistentVolume
+// instead, which then vouches for it in place of a root: it is a directory, opened beneath / with no symlink followed, and
+// never made. DeniedPaths and what the node adds to them are refused. Who may use the volume, and how, is for the
+// controller to know. A sizeLimit holds if a whole filesystem is mounted at the path and is no larger (Capacity).
+//
+// # Images and servers
+//
 // An image has its loop device while it is mounted somewhere, and no longer: Prepare does not attach it, so there is
 // nothing to release but to wait until the kernel let go. Data is never deleted.
 //

@@ -63,6 +63,10 @@ func (f faulty) Sub(tree *mount.Tree, subPath string) (*mount.Tree, error) {
 	return call(f, "Sub", func() (*mount.Tree, error) { return f.system.Sub(tree, subPath) })
 }
 
+func (f faulty) OwnFilesystem(path string) (bool, error) {
+	return call(f, "OwnFilesystem", func() (bool, error) { return f.system.OwnFilesystem(path) })
+}
+
 func (f faulty) Size(dir *os.File) (int64, error) {
 	return call(f, "Size", func() (int64, error) { return f.system.Size(dir) })
 }

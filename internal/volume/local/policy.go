@@ -51,6 +51,9 @@ func (s *Source) locate(r *volume.Request) (*place, error) {
 		return nil, fault.New(errdefs.ErrInvalidArgument, fault.InvalidSource,
 			"source %q is not valid: a local source is a clean absolute path", r.Source)
 	}
+	if r.PersistentVolume != "" {
+		return s.vouched(r)
+	}
 	p := s.find(r.Source)
 	if p == nil {
 		return nil, fault.New(errdefs.ErrPermissionDenied, fault.SourceDenied,
@@ -66,8 +69,11 @@ func (s *Source) locate(r *volume.Request) (*place, error) {
 }
 
 // key is the identity of the source's volume on the node.
-func (p *place) key(source string) string {
-	return volume.Key(v1alpha1.VolumeTypeLocal, string(p.root.Backing), source)
+func (p *place) key(r *volume.Request) string {
+	if r.PersistentVolume != "" {
+		return volume.PersistentPathKey(r.Source)
+	}
+	return volume.Key(v1alpha1.VolumeTypeLocal, string(p.root.Backing), r.Source)
 }
 
 func (p *place) checkAccess(r *volume.Request) error {

@@ -19,7 +19,10 @@ import (
 // Source is the volume.Source of type local. It keeps no state of its own.
 type Source struct {
 	roots []root
-	sys   system
+	// persistent: the paths of PersistentVolumes are accepted, but for denied.
+	persistent bool
+	denied     []string
+	sys        system
 }
 
 var (
@@ -29,7 +32,7 @@ var (
 
 // New makes the Source of the roots. It looks at no path: a root may come to be later. limiter holds directories to
 // a sizeLimit; nil is the kernel's project quota.
-func New(roots []Root, limiter capacity.Limiter) (*Source, error) {
+func New(roots []Root, limiter capacity.Limiter, options ...Option) (*Source, error) {
 	compiled, err := compile(roots)
 	if err != nil {
 		return nil, err
@@ -37,7 +40,11 @@ func New(roots []Root, limiter capacity.Limiter) (*Source, error) {
 	if limiter == nil {
 		limiter = capacity.ProjectQuota{}
 	}
-	return &Source{roots: compiled, sys: newKernel(limiter)}, nil
+	s := &Source{roots: compiled, sys: newKernel(limiter)}
+	for _, o := range options {
+		o(s)
+	}
+	return s, nil
 }
 
 // details is the record in Prepared.Details.
@@ -75,7 +82,7 @@ func (s *Source) Resolve(_ context.Context, r *volume.Request) (string, error) {
 	if err != nil {
 		return "", err
 	}
-	r.Key = p.key(r.Source)
+	r.Key = p.key(r)
 	return r.Key, nil
 }
 
@@ -85,7 +92,7 @@ func (s *Source) Prepare(ctx context.Context, r volume.Request) (volume.Prepared
 	if err != nil {
 		return volume.Prepared{}, err
 	}
-	r.Key = p.key(r.Source)
+	r.Key = p.key(&r)
 	prepared := volume.Prepared{Key: r.Key, Type: v1alpha1.VolumeTypeLocal, Path: v1alpha1.VolumePathLocal}
 	d := p.details()
 	hangs, err := s.mayHang(d)
@@ -170,7 +177,7 @@ func (s *Source) PromptTree(r volume.Request) (*mount.Tree, volume.Prepared, err
 	if err != nil {
 		return nil, none, lift(err, "mount %s", d.path())
 	}
-	return tree, volume.Prepared{Key: p.key(r.Source), Type: v1alpha1.VolumeTypeLocal, Path: v1alpha1.VolumePathLocal,
+	return tree, volume.Prepared{Key: p.key(&r), Type: v1alpha1.VolumeTypeLocal, Path: v1alpha1.VolumePathLocal,
 		Limit: v1alpha1.LimitNone, Details: record}, nil
 }
 

@@ -7,6 +7,7 @@ import (
 	"iter"
 	"os"
 	"path"
+	"slices"
 	"strings"
 	"time"
 
@@ -37,6 +38,8 @@ type system interface {
 	CloneInHelper(ctx context.Context, prefix, rel string) (*mount.Tree, error)
 	NewFilesystem(f mount.Filesystem) (*mount.Tree, error)
 	Sub(tree *mount.Tree, subPath string) (*mount.Tree, error)
+	// OwnFilesystem says whether a whole filesystem is mounted at the path, found without touching the path.
+	OwnFilesystem(path string) (bool, error)
 	// Size is the size of the directory's, or tree's, filesystem in bytes.
 	Size(dir *os.File) (int64, error)
 	SizeInHelper(ctx context.Context, tree *mount.Tree) (int64, error)
@@ -132,6 +135,20 @@ func (k *kernel) NewFilesystem(f mount.Filesystem) (*mount.Tree, error) {
 
 func (k *kernel) Sub(tree *mount.Tree, subPath string) (*mount.Tree, error) {
 	return tree.Sub(subPath)
+}
+
+func (k *kernel) OwnFilesystem(path string) (bool, error) {
+	mounts, err := mount.Mounts()
+	if err != nil {
+		return false, err
+	}
+	// The last one at a path is the one that is seen.
+	for _, m := range slices.Backward(mounts) {
+		if m.MountPoint == path {
+			return m.Root == "/", nil
+		}
+	}
+	return false, nil
 }
 
 func (k *kernel) Size(dir *os.File) (int64, error) {

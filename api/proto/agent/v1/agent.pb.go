@@ -838,10 +838,13 @@ func (x *VolumePolicy) GetDeniedTargets() []string {
 
 type LocalSource struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// Absolute path on the node, below an allowed root.
-	Path          string `protobuf:"bytes,1,opt,name=path,proto3" json:"path,omitempty"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
+	// Absolute path on the node: below an allowed root, or that of a PersistentVolume.
+	Path string `protobuf:"bytes,1,opt,name=path,proto3" json:"path,omitempty"`
+	// The PersistentVolume (local or hostPath) that vouches for the path, in place of an allowed root. Accepted only by
+	// agents that a cluster's controller commands; it is the controller that checks who may use the volume.
+	PersistentVolume string `protobuf:"bytes,2,opt,name=persistent_volume,json=persistentVolume,proto3" json:"persistent_volume,omitempty"`
+	unknownFields    protoimpl.UnknownFields
+	sizeCache        protoimpl.SizeCache
 }
 
 func (x *LocalSource) Reset() {
@@ -877,6 +880,13 @@ func (*LocalSource) Descriptor() ([]byte, []int) {
 func (x *LocalSource) GetPath() string {
 	if x != nil {
 		return x.Path
+	}
+	return ""
+}
+
+func (x *LocalSource) GetPersistentVolume() string {
+	if x != nil {
+		return x.PersistentVolume
 	}
 	return ""
 }
@@ -3115,9 +3125,10 @@ const file_agent_v1_agent_proto_rawDesc = "" +
 	"\x05grace\x18\x02 \x01(\v2\x19.google.protobuf.DurationR\x05grace\"\x17\n" +
 	"\x15DeleteSandboxResponse\"5\n" +
 	"\fVolumePolicy\x12%\n" +
-	"\x0edenied_targets\x18\x01 \x03(\tR\rdeniedTargets\"!\n" +
+	"\x0edenied_targets\x18\x01 \x03(\tR\rdeniedTargets\"N\n" +
 	"\vLocalSource\x12\x12\n" +
-	"\x04path\x18\x01 \x01(\tR\x04path\"\xad\x03\n" +
+	"\x04path\x18\x01 \x01(\tR\x04path\x12+\n" +
+	"\x11persistent_volume\x18\x02 \x01(\tR\x10persistentVolume\"\xad\x03\n" +
 	"\tCSISource\x12\x16\n" +
 	"\x06driver\x18\x01 \x01(\tR\x06driver\x12#\n" +
 	"\rvolume_handle\x18\x02 \x01(\tR\fvolumeHandle\x12H\n" +

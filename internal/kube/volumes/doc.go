@@ -1,0 +1,31 @@
+// Package volumes finds out what the claims (pvc) and PersistentVolumes (pv) that sandboxes ask for are on a node. It is the
+// scheduler's Resolver in a cluster.
+//
+// A volume of this version is a PersistentVolume of type local or hostPath: it is a path, and it vouches for that path on
+// the node in place of the agent's own configuration. All others are refused by name.
+//
+// # Who may use what
+//
+// A claim is one of the sandbox's namespace, and must be bound; the volume must say the same (claimRef, with its UID):
+// everybody may write a volume's name into a claim. A PersistentVolume that is named itself must be free or bound to a
+// claim of the sandbox's namespace, to which all that is said here of claims then applies. A label
+// sandbox.flux.io/tenant-id on either serves that tenant only; with sandbox.flux.io/shared: "true" it serves all others
+// read-only. What is not labelled belongs to the namespace, which decides the tenant (design, ruling 16).
+//
+// rw needs ReadWriteOnce or ReadWriteMany. ReadWriteOnce is one node, which the node affinity of a local volume is as well;
+// a hostPath volume without one has no data that two nodes could share. ReadWriteOncePod is refused: only kubelet can keep
+// Pods away from a volume.
+//
+// # Where it is
+//
+// The volume's node affinity says which nodes can use it (scheduler.Reach): a sandbox is placed there, and a volume that is
+// added to a sandbox elsewhere is refused. Its topology domains are ruling 15's.
+//
+// # Calls
+//
+// Claims and volumes are watched, once, and read from memory. What is not there yet is asked for once, as it may be new.
+// A change is told to the scheduler, so that who waits for a claim to be bound tries again at once.
+//
+// Nothing is ever written. So nothing keeps a claim from being deleted while a sandbox uses it (Kubernetes protects those of
+// Pods only): what is mounted stays until it is detached, and is not attached again.
+package volumes

@@ -1,0 +1,183 @@
+package volumes
+
+import (
+	"context"
+	"path"
+	"slices"
+	"strings"
+
+	"github.com/containerd/errdefs"
+	corev1 "k8s.io/api/core/v1"
+
+	agentv1 "github.com/flux-sandbox/flux-sandbox/api/proto/agent/v1"
+	"github.com/flux-sandbox/flux-sandbox/api/sandbox/v1alpha1"
+	"github.com/flux-sandbox/flux-sandbox/internal/fault"
+	"github.com/flux-sandbox/flux-sandbox/internal/scheduler"
+	"github.com/flux-sandbox/flux-sandbox/internal/volume"
+)
+
+// found is a volume that its sandbox may use as it wishes.
+type found struct {
+	claim *corev1.PersistentVolumeClaim // nil for a PersistentVolume that no claim has
+	pv    *corev1.PersistentVolume
+	path  string
+}
+
+// Locate implements scheduler.Resolver.
+func (v *Volumes) Locate(w scheduler.Wish) (scheduler.Location, error) {
+	f, err := v.find(context.Background(), w, false)
+	if err != nil {
+		return scheduler.Location{}, err
+	}
+	return f.location(w.TopologyKey), nil
+}
+
+// Resolve implements scheduler.Resolver.
+func (v *Volumes) Resolve(ctx context.Context, w scheduler.Wish, _ string) (*scheduler.ResolvedVolume, error) {
+	f, err := v.find(ctx, w, true)
+	if err != nil {
+		return nil, err
+	}
+	r := &scheduler.ResolvedVolume{
+		Location: f.location(w.TopologyKey), PVName: f.pv.Name, Path: v1alpha1.VolumePathLocal,
+		SetSource: func(request *agentv1.AttachRequest) {
+			request.Source = &agentv1.AttachRequest_Local{Local: &agentv1.LocalSource{Path: f.path, PersistentVolume: f.pv.Name}}
+		},
+	}
+	if f.claim != nil {
+		r.PVCName = f.claim.Name
+	}
+	return r, nil
+}
+
+func (f *found) location(topologyKey string) scheduler.Location {
+	return scheduler.Location{Domains: domains(f.pv, topologyKey), VolumeKey: volume.PersistentPathKey(f.path), Reach: reach(f.pv)}
+}
+
+// find is the volume that is wished for, or why there is none. ask says whether the API server may be asked.
+func (v *Volumes) find(ctx context.Context, w scheduler.Wish, ask bool) (f *found, err error) {
+	f = &found{}
+	switch w.Volume.VolumeType {
+	case v1alpha1.VolumeTypePVC:
+		err = v.ofClaim(ctx, f, w, ask)
+	case v1alpha1.VolumeTypePV:
+		err = v.named(ctx, f, w, ask)
+	default:
+		err = fault.New(errdefs.ErrFailedPrecondition, fault.VolumeTypeOff,
+			"volumes of type %s are not available in this cluster: use local, pvc or pv", w.Volume.VolumeType)
+	}
+	if err != nil {
+		return nil, err
+	}
+	if err := f.usable(); err != nil {
+		return nil, err
+	}
+	if err := f.allowed(w); err != nil {
+		return nil, err
+	}
+	f.path, err = pathOf(f.pv)
+	return f, err
+}
+
+// ofClaim finds the volume of a claim of the sandbox's namespace.
+func (v *Volumes) ofClaim(ctx context.Context, f *found, w scheduler.Wish, ask bool) (err error) {
+	if f.claim, err = v.claim(ctx, w.Sandbox.Namespace, w.Volume.Source, ask); err != nil {
+		return err
+	}
+	about := "claim " + f.claim.Namespace + "/" + f.claim.Name
+	if f.claim.Spec.VolumeName == "" || f.claim.Status.Phase != corev1.ClaimBound {
+		return notBound("%s is %s: it is tried again once it is bound; if its StorageClass waits for the first consumer, a Pod has to use it first",
+			about, orPending(f.claim.Status.Phase))
+	}
+	if f.pv, err = v.volume(ctx, f.claim.Spec.VolumeName, ask); err != nil {
+		return err
+	}
+	switch ref := f.pv.Spec.ClaimRef; {
+	case ref != nil && (ref.Namespace != f.claim.Namespace || ref.Name != f.claim.Name):
+		return fault.New(errdefs.ErrPermissionDenied, fault.SourceDenied,
+			"%s names PersistentVolume %s, which is bound to another claim: use a claim of its own", about, f.pv.Name)
+	case ref == nil || ref.UID != f.claim.UID:
+		// The news of the two come in any order.
+		return notBound("%s names PersistentVolume %s, which is not bound to it, or was to an earlier claim of its name: it is tried again", about, f.pv.Name)
+	}
+	return nil
+}
+
+// named finds a PersistentVolume by its name.
+func (v *Volumes) named(ctx context.Context, f *found, w scheduler.Wish, ask bool) (err error) {
+	if f.pv, err = v.volume(ctx, w.Volume.Source, ask); err != nil {
+		return err
+	}
+	ref := f.pv.Spec.ClaimRef
+	if ref == nil {
+		return nil
+	}
+	if ref.Namespace != w.Sandbox.Namespace {
+		return fault.New(errdefs.ErrPermissionDenied, fault.SourceDenied,
+			"PersistentVolume %s is bound to a claim of another namespace than the sandbox's %s: use a volume that is free, or a claim", f.pv.Name, w.Sandbox.Namespace)
+	}
+	if f.claim, err = v.claim(ctx, ref.Namespace, ref.Name, ask); err != nil {
+		return err
+	}
+	if f.claim.UID != ref.UID {
+		return notBound("PersistentVolume %s is reserved for claim %s/%s, and not bound to it: it is tried again", f.pv.Name, ref.Namespace, ref.Name)
+	}
+	return nil
+}
+
+func notBound(format string, args ...any) error {
+	return fault.New(errdefs.ErrFailedPrecondition, fault.VolumeNotBound, format, args...)
+}
+
+func orPending(p corev1.PersistentVolumeClaimPhase) string {
+	if p == "" || p == corev1.ClaimBound {
+		p = corev1.ClaimPending
+	}
+	return string(p)
+}
+
+// usable refuses what is on its way out, or can be mounted by nobody but kubelet.
+func (f *found) usable() error {
+	switch {
+	case f.claim != nil && f.claim.DeletionTimestamp != nil:
+		return fault.New(errdefs.ErrNotFound, fault.ClaimNotFound, "claim %s/%s is being deleted: use another", f.claim.Namespace, f.claim.Name)
+	case f.pv.DeletionTimestamp != nil:
+		return fault.New(errdefs.ErrNotFound, fault.VolumeNotFound, "PersistentVolume %s is being deleted: use another", f.pv.Name)
+	case f.pv.Status.Phase == corev1.VolumeReleased, f.pv.Status.Phase == corev1.VolumeFailed:
+		return notBound("PersistentVolume %s is %s, it has data of a claim that is gone: its administrator has to free it (remove its claimRef)", f.pv.Name, f.pv.Status.Phase)
+	case f.pv.Spec.VolumeMode != nil && *f.pv.Spec.VolumeMode == corev1.PersistentVolumeBlock:
+		return fault.New(errdefs.ErrInvalidArgument, fault.InvalidSource, "PersistentVolume %s is a block device: use one with volumeMode Filesystem", f.pv.Name)
+	}
+	return nil
+}
+
+// pathOf is the path of a volume on its nodes.
+func pathOf(pv *corev1.PersistentVolume) (string, error) {
+	var p string
+	switch s := pv.Spec.PersistentVolumeSource; {
+	case s.Local != nil:
+		p = s.Local.Path
+	case s.HostPath != nil:
+		p = s.HostPath.Path
+		if t := s.HostPath.Type; t != nil && !slices.Contains([]corev1.HostPathType{corev1.HostPathUnset, corev1.HostPathDirectory, corev1.HostPathDirectoryOrCreate}, *t) {
+			return "", fault.New(errdefs.ErrInvalidArgument, fault.InvalidSource, "PersistentVolume %s is a hostPath of type %s: use a directory", pv.Name, *t)
+		}
+	case s.CSI != nil:
+		return "", unsupported(pv, "of the CSI driver "+s.CSI.Driver)
+	case s.NFS != nil:
+		return "", unsupported(pv, "on NFS")
+	default:
+		return "", unsupported(pv, "of another kind")
+	}
+	// A final slash is allowed there.
+	clean := path.Clean(p)
+	if !path.IsAbs(p) || slices.Contains(strings.Split(p, "/"), "..") {
+		return "", fault.New(errdefs.ErrInvalidArgument, fault.InvalidSource, "PersistentVolume %s has the path %q: must be absolute and without ..", pv.Name, p)
+	}
+	return clean, nil
+}
+
+func unsupported(pv *corev1.PersistentVolume, what string) error {
+	return fault.New(errdefs.ErrFailedPrecondition, fault.VolumeTypeOff,
+		"PersistentVolume %s is %s: this version attaches those of type local and hostPath; use one, or mount it in a Pod", pv.Name, what)
+}

@@ -1,0 +1,443 @@
+package volumes_test
+
+import (
+	"context"
+	"errors"
+	"reflect"
+	"strings"
+	"testing"
+	"time"
+
+	corev1 "k8s.io/api/core/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/runtime"
+	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/client-go/kubernetes/fake"
+	clienttesting "k8s.io/client-go/testing"
+	"k8s.io/utils/ptr"
+
+	agentv1 "github.com/flux-sandbox/flux-sandbox/api/proto/agent/v1"
+	"github.com/flux-sandbox/flux-sandbox/api/sandbox/v1alpha1"
+	"github.com/flux-sandbox/flux-sandbox/internal/fault"
+	"github.com/flux-sandbox/flux-sandbox/internal/kube/volumes"
+	"github.com/flux-sandbox/flux-sandbox/internal/scheduler"
+	"github.com/flux-sandbox/flux-sandbox/internal/store"
+	"github.com/flux-sandbox/flux-sandbox/internal/volume"
+)
+
+const (
+	namespace   = "team-a"
+	topologyKey = "unifiedbus.com/superpod"
+)
+
+// start runs Volumes on a fake API server that has the objects.
+func start(t *testing.T, objects ...runtime.Object) (*volumes.Volumes, *fake.Clientset) {
+	t.Helper()
+	client := fake.NewClientset(objects...)
+	v, err := volumes.New(client)
+	if err != nil {
+		t.Fatal(err)
+	}
+	ctx, cancel := context.WithCancel(t.Context())
+	ended := make(chan struct{})
+	go func() {
+		defer close(ended)
+		v.Run(ctx)
+	}()
+	t.Cleanup(func() {
+		cancel()
+		<-ended
+	})
+	<-v.Synced()
+	// The fake server tells a watch only of what comes after it.
+	eventually(t, "both are watched", func() bool {
+		watched := map[string]bool{}
+		for _, a := range client.Actions() {
+			if a.GetVerb() == "watch" {
+				watched[a.GetResource().Resource] = true
+			}
+		}
+		return len(watched) == 2
+	})
+	return v, client
+}
+
+// pair is a claim and the local volume to which it is bound.
+func pair(change func(*corev1.PersistentVolumeClaim, *corev1.PersistentVolume)) []runtime.Object {
+	claim := &corev1.PersistentVolumeClaim{
+		ObjectMeta: metav1.ObjectMeta{Namespace: namespace, Name: "data", UID: "claim-uid"},
+		Spec:       corev1.PersistentVolumeClaimSpec{VolumeName: "pv-1", AccessModes: []corev1.PersistentVolumeAccessMode{corev1.ReadWriteOnce}},
+		Status:     corev1.PersistentVolumeClaimStatus{Phase: corev1.ClaimBound},
+	}
+	pv := &corev1.PersistentVolume{
+		ObjectMeta: metav1.ObjectMeta{Name: "pv-1"},
+		Spec: corev1.PersistentVolumeSpec{
+			PersistentVolumeSource: corev1.PersistentVolumeSource{Local: &corev1.LocalVolumeSource{Path: "/mnt/disks/1/"}},
+			AccessModes:            []corev1.PersistentVolumeAccessMode{corev1.ReadWriteOnce, corev1.ReadOnlyMany},
+			ClaimRef:               &corev1.ObjectReference{Namespace: namespace, Name: "data", UID: "claim-uid"},
+			NodeAffinity: affinity(corev1.NodeSelectorTerm{MatchExpressions: []corev1.NodeSelectorRequirement{
+				{Key: corev1.LabelHostname, Operator: corev1.NodeSelectorOpIn, Values: []string{"n1"}}}}),
+		},
+		Status: corev1.PersistentVolumeStatus{Phase: corev1.VolumeBound},
+	}
+	if change != nil {
+		change(claim, pv)
+	}
+	return []runtime.Object{claim, pv}
+}
+
+func affinity(terms ...corev1.NodeSelectorTerm) *corev1.VolumeNodeAffinity {
+	return &corev1.VolumeNodeAffinity{Required: &corev1.NodeSelector{NodeSelectorTerms: terms}}
+}
+
+func wish(t v1alpha1.VolumeType, source string, change func(*scheduler.Wish)) scheduler.Wish {
+	w := scheduler.Wish{
+		Sandbox:     &v1alpha1.Sandbox{ObjectMeta: metav1.ObjectMeta{Namespace: namespace, Name: "sb"}, Spec: v1alpha1.SandboxSpec{TenantID: "t-1"}},
+		Volume:      &v1alpha1.DynamicVolume{VolumeType: t, Source: source, Mode: v1alpha1.VolumeModeReadWrite},
+		TopologyKey: topologyKey,
+	}
+	if change != nil {
+		change(&w)
+	}
+	return w
+}
+
+func readOnly(w *scheduler.Wish) { w.Volume.Mode = v1alpha1.VolumeModeReadOnly }
+
+func TestAClaimIsAPathOnItsNode(t *testing.T) {
+	v, client := start(t, pair(func(_ *corev1.PersistentVolumeClaim, pv *corev1.PersistentVolume) {
+		pv.Labels = map[string]string{topologyKey: "d1"}
+	})...)
+	client.ClearActions()
+	for _, w := range []scheduler.Wish{wish(v1alpha1.VolumeTypePVC, "data", nil), wish(v1alpha1.VolumeTypePV, "pv-1", nil)} {
+		r, err := v.Resolve(t.Context(), w, "n1")
+		if err != nil {
+			t.Fatal(err)
+		}
+		request := &agentv1.AttachRequest{}
+		r.SetSource(request)
+		if l := request.GetLocal(); l.GetPath() != "/mnt/disks/1" || l.GetPersistentVolume() != "pv-1" {
+			t.Errorf("source %v", l)
+		}
+		if r.PVCName != "data" || r.PVName != "pv-1" || r.Path != v1alpha1.VolumePathLocal || r.VolumeKey != volume.PersistentPathKey("/mnt/disks/1") {
+			t.Errorf("%+v", r)
+		}
+		at, err := v.Locate(w)
+		if err != nil || !reflect.DeepEqual(at.Domains, []string{"d1"}) || at.VolumeKey != r.VolumeKey || !reflect.DeepEqual(at.Reach.Likely, []string{"n1"}) {
+			t.Errorf("%+v, %v", at, err)
+		}
+		if !at.Reach.Has("node-1", map[string]string{corev1.LabelHostname: "n1"}) || at.Reach.Has("n2", map[string]string{corev1.LabelHostname: "n2"}) || at.Reach.Has("n1", nil) {
+			t.Error("the node affinity is not what is kept to")
+		}
+	}
+	if calls := client.Actions(); len(calls) != 0 {
+		t.Errorf("calls of the API server: %v", calls)
+	}
+}
+
+func TestAFreeVolumeIsWhoeversMayNameIt(t *testing.T) {
+	v, _ := start(t, pair(func(_ *corev1.PersistentVolumeClaim, pv *corev1.PersistentVolume) {
+		pv.Spec.ClaimRef, pv.Status.Phase = nil, corev1.VolumeAvailable
+		pv.Spec.Local, pv.Spec.HostPath = nil, &corev1.HostPathVolumeSource{Path: "/srv/models", Type: ptr.To(corev1.HostPathDirectoryOrCreate)}
+		pv.Spec.NodeAffinity = nil
+	})...)
+	r, err := v.Resolve(t.Context(), wish(v1alpha1.VolumeTypePV, "pv-1", nil), "n1")
+	if err != nil || r.PVCName != "" || r.Reach != nil || r.Domains != nil {
+		t.Errorf("%+v, %v", r, err)
+	}
+}
+
+func TestRefusals(t *testing.T) {
+	type c = corev1.PersistentVolumeClaim
+	type p = corev1.PersistentVolume
+	pvc, named := v1alpha1.VolumeTypePVC, v1alpha1.VolumeTypePV
+	now := ptr.To(metav1.Now())
+	for name, x := range map[string]struct {
+		change func(*c, *p)
+		kind   v1alpha1.VolumeType
+		source string
+		wish   func(*scheduler.Wish)
+		reason fault.Reason // empty: allowed
+		says   string
+	}{
+		"no such claim":             {nil, pvc, "other", nil, fault.ClaimNotFound, "claim team-a/other does not exist"},
+		"no such volume":            {nil, named, "other", nil, fault.VolumeNotFound, "PersistentVolume other does not exist"},
+		"another namespace's claim": {nil, pvc, "data", func(w *scheduler.Wish) { w.Sandbox.Namespace = "team-b" }, fault.ClaimNotFound, "team-b/data"},
+		"unbound":                   {func(c *c, _ *p) { c.Spec.VolumeName, c.Status.Phase = "", corev1.ClaimPending }, pvc, "data", nil, fault.VolumeNotBound, "is Pending"},
+		"a volume wished for only":  {func(c *c, _ *p) { c.Status.Phase = corev1.ClaimPending }, pvc, "data", nil, fault.VolumeNotBound, "is Pending"},
+		"lost":                      {func(c *c, _ *p) { c.Status.Phase = corev1.ClaimLost }, pvc, "data", nil, fault.VolumeNotBound, "is Lost"},
+		"bound by the claim only":   {func(_ *c, p *p) { p.Spec.ClaimRef = nil }, pvc, "data", nil, fault.VolumeNotBound, "not bound to it"},
+		"its volume is gone":        {func(c *c, _ *p) { c.Spec.VolumeName = "gone" }, pvc, "data", nil, fault.VolumeNotFound, "gone"},
+		"another namespace's volume": {func(_ *c, p *p) { p.Spec.ClaimRef.Namespace = "team-b" }, pvc, "data", nil, fault.SourceDenied,
+			"bound to another claim"},
+		"another claim's volume":       {func(_ *c, p *p) { p.Spec.ClaimRef.Name = "other" }, pvc, "data", nil, fault.SourceDenied, "bound to another claim"},
+		"an earlier claim of its name": {func(_ *c, p *p) { p.Spec.ClaimRef.UID = "old" }, pvc, "data", nil, fault.VolumeNotBound, "an earlier claim"},
+		"named, another namespace's": {func(_ *c, p *p) { p.Spec.ClaimRef.Namespace = "team-b" }, named, "pv-1", nil, fault.SourceDenied,
+			"claim of another namespace"},
+		"named, reserved":          {func(_ *c, p *p) { p.Spec.ClaimRef.UID = "" }, named, "pv-1", nil, fault.VolumeNotBound, "reserved for claim team-a/data"},
+		"named, its claim is gone": {func(_ *c, p *p) { p.Spec.ClaimRef.Name = "gone" }, named, "pv-1", nil, fault.ClaimNotFound, "team-a/gone"},
+		"released":                 {func(_ *c, p *p) { p.Status.Phase = corev1.VolumeReleased }, named, "pv-1", nil, fault.VolumeNotBound, "is Released"},
+		"failed":                   {func(_ *c, p *p) { p.Status.Phase = corev1.VolumeFailed }, named, "pv-1", nil, fault.VolumeNotBound, "is Failed"},
+		"claim is being deleted":   {func(c *c, _ *p) { c.DeletionTimestamp, c.Finalizers = now, []string{"x/y"} }, pvc, "data", nil, fault.ClaimNotFound, "being deleted"},
+		"volume is being deleted":  {func(_ *c, p *p) { p.DeletionTimestamp, p.Finalizers = now, []string{"x/y"} }, pvc, "data", nil, fault.VolumeNotFound, "being deleted"},
+		"block":                    {func(_ *c, p *p) { p.Spec.VolumeMode = ptr.To(corev1.PersistentVolumeBlock) }, pvc, "data", nil, fault.InvalidSource, "volumeMode Filesystem"},
+		"ReadWriteOncePod": {func(c *c, p *p) {
+			c.Spec.AccessModes = []corev1.PersistentVolumeAccessMode{corev1.ReadWriteOncePod}
+		}, pvc, "data", nil, fault.VolumeTypeOff, "use ReadWriteOnce"},
+		"ReadOnlyMany, to rw": {func(c *c, _ *p) {
+			c.Spec.AccessModes = []corev1.PersistentVolumeAccessMode{corev1.ReadOnlyMany}
+		}, pvc, "data", nil, fault.ModeDenied, "ask for mode ro"},
+		"ReadOnlyMany, to rw by the volume's name": {func(c *c, _ *p) {
+			c.Spec.AccessModes = []corev1.PersistentVolumeAccessMode{corev1.ReadOnlyMany}
+		}, named, "pv-1", nil, fault.ModeDenied, "claim team-a/data"},
+		"the volume is ReadOnlyMany": {func(_ *c, p *p) {
+			p.Spec.AccessModes = []corev1.PersistentVolumeAccessMode{corev1.ReadOnlyMany}
+		}, pvc, "data", nil, fault.ModeDenied, "PersistentVolume pv-1 has access modes [ReadOnlyMany] only"},
+		"ReadOnlyMany": {func(c *c, _ *p) {
+			c.Spec.AccessModes = []corev1.PersistentVolumeAccessMode{corev1.ReadOnlyMany}
+		}, pvc, "data", readOnly, "", ""},
+		"own tenant":                                   {label("claim", "t-1", false), pvc, "data", nil, "", ""},
+		"another tenant's claim":                       {label("claim", "t-2", false), pvc, "data", readOnly, fault.TenantMismatch, `claim team-a/data is tenant "t-2"'s`},
+		"another tenant's volume":                      {label("volume", "t-2", false), pvc, "data", readOnly, fault.TenantMismatch, `PersistentVolume pv-1 is tenant "t-2"'s`},
+		"another tenant's claim, by the volume's name": {label("claim", "t-2", false), named, "pv-1", nil, fault.TenantMismatch, `claim team-a/data is`},
+		"shared by another tenant":                     {label("volume", "t-2", true), pvc, "data", readOnly, "", ""},
+		"shared by another, to rw":                     {label("volume", "t-2", true), pvc, "data", nil, fault.ModeDenied, "ask for mode ro"},
+		"shared by nobody, to rw":                      {label("volume", "", true), named, "pv-1", nil, fault.ModeDenied, "ask for mode ro"},
+		"own, shared, to rw":                           {label("volume", "t-1", true), pvc, "data", nil, "", ""},
+		"a tenant's, to a sandbox without":             {label("claim", "t-1", false), pvc, "data", func(w *scheduler.Wish) { w.Sandbox.Spec.TenantID = "" }, fault.TenantMismatch, "t-1"},
+		"CSI": {func(_ *c, p *p) {
+			p.Spec.PersistentVolumeSource = corev1.PersistentVolumeSource{CSI: &corev1.CSIPersistentVolumeSource{Driver: "disk.example.com"}}
+		}, pvc, "data", nil, fault.VolumeTypeOff, "CSI driver disk.example.com: this version attaches those of type local and hostPath"},
+		"NFS": {func(_ *c, p *p) {
+			p.Spec.PersistentVolumeSource = corev1.PersistentVolumeSource{NFS: &corev1.NFSVolumeSource{}}
+		}, pvc, "data", nil, fault.VolumeTypeOff, "on NFS"},
+		"another kind": {func(_ *c, p *p) {
+			p.Spec.PersistentVolumeSource = corev1.PersistentVolumeSource{FC: &corev1.FCVolumeSource{}}
+		}, pvc, "data", nil, fault.VolumeTypeOff, "of another kind"},
+		"a hostPath that is a socket": {func(_ *c, p *p) {
+			p.Spec.PersistentVolumeSource = corev1.PersistentVolumeSource{HostPath: &corev1.HostPathVolumeSource{Path: "/mnt/s", Type: ptr.To(corev1.HostPathSocket)}}
+		}, pvc, "data", nil, fault.InvalidSource, "of type Socket"},
+		"a path with ..": {func(_ *c, p *p) { p.Spec.Local.Path = "/mnt/../etc" }, pvc, "data", nil, fault.InvalidSource, "/mnt/../etc"},
+		"no path":        {func(_ *c, p *p) { p.Spec.Local.Path = "" }, pvc, "data", nil, fault.InvalidSource, "must be absolute"},
+		"another type":   {nil, v1alpha1.VolumeTypeOSS, "bucket", nil, fault.VolumeTypeOff, "type oss"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			v, _ := start(t, pair(x.change)...)
+			w := wish(x.kind, x.source, x.wish)
+			_, err := v.Resolve(t.Context(), w, "n1")
+			_, located := v.Locate(w)
+			if fault.ReasonOf(err) != x.reason || fault.ReasonOf(located) != x.reason {
+				t.Fatalf("resolve: %v; locate: %v; want %s", err, located, x.reason)
+			}
+			if err == nil {
+				return
+			}
+			if !strings.Contains(err.Error(), x.says) {
+				t.Errorf("%q does not say %q", err, x.says)
+			}
+			if !errors.Is(err, fault.KindOf(x.reason)) {
+				t.Errorf("%s is not of its kind: %v", x.reason, err)
+			}
+		})
+	}
+}
+
+// label labels a claim or its volume.
+func label(what, tenant string, shared bool) func(*corev1.PersistentVolumeClaim, *corev1.PersistentVolume) {
+	labels := map[string]string{}
+	if tenant != "" {
+		labels[v1alpha1.LabelTenantID] = tenant
+	}
+	if shared {
+		labels[volumes.LabelShared] = "true"
+	}
+	return func(c *corev1.PersistentVolumeClaim, p *corev1.PersistentVolume) {
+		if what == "claim" {
+			c.Labels = labels
+		} else {
+			p.Labels = labels
+		}
+	}
+}
+
+func TestDomainsAndReachOfANodeAffinity(t *testing.T) {
+	type req = corev1.NodeSelectorRequirement
+	in := func(key string, values ...string) req {
+		return req{Key: key, Operator: corev1.NodeSelectorOpIn, Values: values}
+	}
+	term := func(r ...req) corev1.NodeSelectorTerm { return corev1.NodeSelectorTerm{MatchExpressions: r} }
+	name := corev1.NodeSelectorTerm{MatchFields: []req{in("metadata.name", "n1", "n2")}}
+	n1 := map[string]string{topologyKey: "d1", corev1.LabelHostname: "n1", "cpus": "8"}
+	for what, x := range map[string]struct {
+		terms   []corev1.NodeSelectorTerm
+		domains []string
+		likely  []string
+		has     bool // n1
+	}{
+		"one domain":          {[]corev1.NodeSelectorTerm{term(in(topologyKey, "d1"))}, []string{"d1"}, nil, true},
+		"another":             {[]corev1.NodeSelectorTerm{term(in(topologyKey, "d2"))}, []string{"d2"}, nil, false},
+		"several":             {[]corev1.NodeSelectorTerm{term(in(topologyKey, "d1", "d2")), term(in(topologyKey, "d2", "d3"))}, []string{"d1", "d2", "d3"}, nil, true},
+		"required twice":      {[]corev1.NodeSelectorTerm{term(in(topologyKey, "d1", "d2"), in(topologyKey, "d2"))}, []string{"d2"}, nil, false},
+		"by one term only":    {[]corev1.NodeSelectorTerm{term(in(topologyKey, "d2")), term(in(corev1.LabelHostname, "n1"))}, nil, nil, true},
+		"a host":              {[]corev1.NodeSelectorTerm{term(in(corev1.LabelHostname, "n1"))}, nil, []string{"n1"}, true},
+		"a host of two terms": {[]corev1.NodeSelectorTerm{term(in(corev1.LabelHostname, "n2")), name}, nil, []string{"n2", "n1", "n2"}, true},
+		"a host in a domain":  {[]corev1.NodeSelectorTerm{term(in(corev1.LabelHostname, "n1"), in(topologyKey, "d1"))}, []string{"d1"}, []string{"n1"}, true},
+		"a host elsewhere":    {[]corev1.NodeSelectorTerm{term(in(corev1.LabelHostname, "n1"), in(topologyKey, "d2"))}, []string{"d2"}, []string{"n1"}, false},
+		"by name":             {[]corev1.NodeSelectorTerm{name}, nil, []string{"n1", "n2"}, true},
+		"another field":       {[]corev1.NodeSelectorTerm{{MatchFields: []req{in("metadata.uid", "n1")}}}, nil, nil, false},
+		"nothing":             {nil, nil, nil, false},
+		"an empty term":       {[]corev1.NodeSelectorTerm{{}}, nil, nil, false},
+		"not in":              {[]corev1.NodeSelectorTerm{term(req{Key: topologyKey, Operator: corev1.NodeSelectorOpNotIn, Values: []string{"d1"}})}, nil, nil, false},
+		"not in, without":     {[]corev1.NodeSelectorTerm{term(req{Key: "other", Operator: corev1.NodeSelectorOpNotIn, Values: []string{"d1"}})}, nil, nil, true},
+		"exists":              {[]corev1.NodeSelectorTerm{term(req{Key: "cpus", Operator: corev1.NodeSelectorOpExists})}, nil, nil, true},
+		"does not exist":      {[]corev1.NodeSelectorTerm{term(req{Key: "cpus", Operator: corev1.NodeSelectorOpDoesNotExist})}, nil, nil, false},
+		"more than":           {[]corev1.NodeSelectorTerm{term(req{Key: "cpus", Operator: corev1.NodeSelectorOpGt, Values: []string{"7"}})}, nil, nil, true},
+		"less than":           {[]corev1.NodeSelectorTerm{term(req{Key: "cpus", Operator: corev1.NodeSelectorOpLt, Values: []string{"8"}})}, nil, nil, false},
+		"less than no number": {[]corev1.NodeSelectorTerm{term(req{Key: topologyKey, Operator: corev1.NodeSelectorOpLt, Values: []string{"8"}})}, nil, nil, false},
+		"an unknown operator": {[]corev1.NodeSelectorTerm{term(req{Key: "cpus", Operator: "Near", Values: []string{"8"}})}, nil, nil, false},
+	} {
+		v, _ := start(t, pair(func(_ *corev1.PersistentVolumeClaim, pv *corev1.PersistentVolume) {
+			pv.Spec.NodeAffinity = affinity(x.terms...)
+		})...)
+		at, err := v.Locate(wish(v1alpha1.VolumeTypePVC, "data", nil))
+		if err != nil {
+			t.Fatal(err)
+		}
+		if !reflect.DeepEqual(at.Domains, x.domains) || !reflect.DeepEqual(at.Reach.Likely, x.likely) || at.Reach.Has("n1", n1) != x.has {
+			t.Errorf("%s: domains %v, likely %v, has n1 %v", what, at.Domains, at.Reach.Likely, at.Reach.Has("n1", n1))
+		}
+	}
+}
+
+// What is not in memory is asked for once, and not again until it appears.
+func TestWhatIsNotThereIsAskedForOnce(t *testing.T) {
+	v, client := start(t)
+	client.ClearActions()
+	gets := func() (n int) {
+		for _, a := range client.Actions() {
+			if a.GetVerb() == "get" {
+				n++
+			}
+		}
+		return n
+	}
+	w := wish(v1alpha1.VolumeTypePVC, "data", nil)
+	if _, err := v.Locate(w); fault.ReasonOf(err) != fault.ClaimNotFound || gets() != 0 {
+		t.Errorf("locate: %v, %d calls", err, gets())
+	}
+	for range 3 {
+		if _, err := v.Resolve(t.Context(), w, "n1"); fault.ReasonOf(err) != fault.ClaimNotFound || gets() != 1 {
+			t.Errorf("resolve: %v, %d calls", err, gets())
+		}
+	}
+	for _, o := range pair(nil) {
+		if err := create(client, o); err != nil {
+			t.Fatal(err)
+		}
+	}
+	eventually(t, "the claim is told", func() bool { _, err := v.Locate(w); return err == nil })
+	if err := client.CoreV1().PersistentVolumeClaims(namespace).Delete(t.Context(), "data", metav1.DeleteOptions{}); err != nil {
+		t.Fatal(err)
+	}
+	eventually(t, "it is gone", func() bool { _, err := v.Locate(w); return fault.ReasonOf(err) == fault.ClaimNotFound })
+	if _, err := v.Resolve(t.Context(), w, "n1"); fault.ReasonOf(err) != fault.ClaimNotFound || gets() != 2 {
+		t.Errorf("after its end: %v, %d calls", err, gets())
+	}
+}
+
+func TestChangesAreTold(t *testing.T) {
+	v, client := start(t)
+	ctx, cancel := context.WithCancel(t.Context())
+	told := make(chan scheduler.VolumeRef)
+	ended := make(chan struct{})
+	go func() {
+		defer close(ended)
+		for ref := range v.Changes(ctx) {
+			select {
+			case told <- ref:
+			case <-ctx.Done():
+			}
+		}
+	}()
+	defer func() {
+		cancel()
+		<-ended
+	}()
+	claim := scheduler.VolumeRef{Type: v1alpha1.VolumeTypePVC, Namespace: namespace, Source: "data"}
+	pv := scheduler.VolumeRef{Type: v1alpha1.VolumeTypePV, Source: "pv-1"}
+	for _, o := range pair(nil) {
+		// It may come before the follower is there: it is written until it is told of, by both names.
+		want := map[scheduler.VolumeRef]bool{claim: true, pv: true}
+		if err := create(client, o); err != nil {
+			t.Fatal(err)
+		}
+		tick := time.NewTicker(10 * time.Millisecond)
+		for deadline := time.After(10 * time.Second); len(want) > 0; {
+			select {
+			case ref := <-told:
+				delete(want, ref)
+			case <-tick.C:
+				touch(t, client, o)
+			case <-deadline:
+				t.Fatalf("not told of %v", want)
+			}
+		}
+		tick.Stop()
+	}
+}
+
+// touch writes an object as it is.
+func touch(t *testing.T, client *fake.Clientset, o runtime.Object) {
+	t.Helper()
+	var err error
+	switch o := o.(type) {
+	case *corev1.PersistentVolumeClaim:
+		_, err = client.CoreV1().PersistentVolumeClaims(o.Namespace).Update(t.Context(), o, metav1.UpdateOptions{})
+	case *corev1.PersistentVolume:
+		_, err = client.CoreV1().PersistentVolumes().Update(t.Context(), o, metav1.UpdateOptions{})
+	}
+	if err != nil {
+		t.Fatal(err)
+	}
+}
+
+func TestAnAPIServerThatIsAwayIsTriedAgain(t *testing.T) {
+	v, client := start(t)
+	client.PrependReactor("get", "*", func(clienttesting.Action) (bool, runtime.Object, error) {
+		return true, nil, errors.New("connection refused")
+	})
+	_, err := v.Resolve(t.Context(), wish(v1alpha1.VolumeTypePV, "pv-1", nil), "n1")
+	if fault.ReasonOf(err) != store.Unavailable || fault.IsPermanent(err) {
+		t.Error(err)
+	}
+	ctx, cancel := context.WithCancel(t.Context())
+	cancel()
+	if _, err := v.Resolve(ctx, wish(v1alpha1.VolumeTypePV, "pv-1", nil), "n1"); !errors.Is(err, context.Canceled) {
+		t.Error(err)
+	}
+}
+
+func create(client *fake.Clientset, o runtime.Object) (err error) {
+	switch o := o.(type) {
+	case *corev1.PersistentVolumeClaim:
+		o.UID = types.UID("claim-uid")
+		_, err = client.CoreV1().PersistentVolumeClaims(o.Namespace).Create(context.Background(), o, metav1.CreateOptions{})
+	case *corev1.PersistentVolume:
+		_, err = client.CoreV1().PersistentVolumes().Create(context.Background(), o, metav1.CreateOptions{})
+	}
+	return err
+}
+
+func eventually(t *testing.T, what string, holds func() bool) {
+	t.Helper()
+	deadline := time.After(10 * time.Second)
+	tick := time.NewTicker(time.Millisecond)
+	defer tick.Stop()
+	for !holds() {
+		select {
+		case <-deadline:
+			t.Fatalf("waited in vain: %s", what)
+		case <-tick.C:
+		}
+	}
+}
