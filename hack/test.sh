@@ -21,7 +21,7 @@ trap 'rm -f "$tally"' EXIT
 failed=()
 
 # Packages whose tests change the machine: one at a time.
-integration_dirs='^(internal/(mount|capacity|containers|agent)|test)(/|$)'
+integration_dirs='^(internal/(mount|capacity|containers|pods|agent)|test)(/|$)'
 
 # packages PATTERN: our packages whose path below the module matches, without those of the stage apiserver.
 packages() { go list -f '{{.ImportPath}}' ./... | sed "s|^$module/||" | grep -E "$1" | sed 's|^|./|' | grep -vxFf <(apiserver_packages); }
@@ -42,6 +42,13 @@ tests() { # tests NAME GO-TEST-ARGUMENT…; in the module in $dir, if it is set
 	echo "== $name: $((SECONDS - start)) s"
 }
 
+# with_cri STAGE: the containerd that tests of Pods run, internal/pods/podstest.
+with_cri() {
+	local bin
+	bin=$(hack/containerd/build.sh cri) || { failed+=("$1: no containerd with CRI"); return 1; }
+	export FLUX_TEST_CONTAINERD_CRI=$bin/containerd
+}
+
 stage() {
 	local flags= dir=
 	case $1 in
@@ -60,6 +67,7 @@ stage() {
 		FLUX_TEST_KUBE_BIN=$bin tests "API server" $(apiserver_packages)
 		;;
 	integration)
+		with_cri integration || return
 		flags='-race -p 1 -count=1'
 		tests integration $(packages "$integration_dirs" | grep -vE '^\./test/(house|crash|e2e)')
 		;;
@@ -83,6 +91,7 @@ stage() {
 		# Packages with test files that are built only with the tag, wherever they are.
 		local tagged
 		tagged=$(grep -rlE --include='*_test.go' '^//go:build .*failpoint' internal test 2>/dev/null | xargs -r dirname | sed 's|^|./|' | sort -u)
+		with_cri crash || return
 		flags='-tags failpoint -p 1 -count=1'
 		tests "crash matrix" $(printf '%s\n' ./test/crash $tagged | sort -u)
 		;;

@@ -22,6 +22,7 @@ import (
 	"github.com/flux-sandbox/flux-sandbox/internal/agent/journal"
 	"github.com/flux-sandbox/flux-sandbox/internal/containers"
 	"github.com/flux-sandbox/flux-sandbox/internal/fault"
+	"github.com/flux-sandbox/flux-sandbox/internal/pods"
 	"github.com/flux-sandbox/flux-sandbox/internal/volume"
 )
 
@@ -48,6 +49,14 @@ type Containers interface {
 	ListImages(ctx context.Context) ([]containers.Image, error)
 }
 
+// Pods is what the agent needs of internal/pods, whose comments say what each call does.
+type Pods interface {
+	Find(ctx context.Context, ref pods.Ref) (pods.Container, error)
+	Exists(ctx context.Context, podUID string) (bool, error)
+	Processes(c pods.Container) []int
+	Run(ctx context.Context, h pods.Handler)
+}
+
 // Defaults of Config.
 const (
 	// DefaultPrepareRate and DefaultPrepareBurst bound how many sources are prepared in a second: far more than a
@@ -68,6 +77,11 @@ type Config struct {
 	// RunDir holds the journal; it must not outlive the boot (a folder in /run).
 	RunDir     string
 	Containers Containers
+	// Pods are the Pods of this node; nil where the agent attaches to containers of its own alone.
+	Pods Pods
+	// PrivilegedPods lets volumes be attached to containers that can take them away or change them themselves: with
+	// CAP_SYS_ADMIN or the host's PID namespace.
+	PrivilegedPods bool
 	// Sources are the volume types that this node can serve.
 	Sources map[v1alpha1.VolumeType]volume.Source
 	// DeniedTargets are paths that no volume may cover, beside the built-in ones.
@@ -129,8 +143,9 @@ type Agent struct {
 
 	fenceMu sync.Mutex // serialises read-modify-write of sandbox records and epochs
 
-	mu        sync.Mutex // guards sandboxes
+	mu        sync.Mutex // guards the fields below
 	sandboxes map[string]*sandbox
+	podIndex  map[pods.Ref]*sandbox // the sandboxes that are containers of Pods which are not gone
 }
 
 // Open opens the agent's journal, repairs the node and starts the agent's workers. When it returns, every record is
@@ -151,7 +166,7 @@ func Open(ctx context.Context, config Config) (*Agent, error) {
 	}
 	stopping, stop := context.WithCancel(context.WithoutCancel(ctx))
 	a := &Agent{config: config, journal: j, log: config.Log, bootID: bootID, instanceID: uuid.NewString(),
-		stopping: stopping, stop: stop, sandboxes: map[string]*sandbox{}}
+		stopping: stopping, stop: stop, sandboxes: map[string]*sandbox{}, podIndex: map[pods.Ref]*sandbox{}}
 	a.reaper = newReaper(a)
 	a.recorder = newRecorder(a)
 	a.inventory = newInventory()
@@ -174,6 +189,9 @@ func Open(ctx context.Context, config Config) (*Agent, error) {
 	a.work(a.reaper.run)
 	a.work(a.recorder.run)
 	a.work(a.heartbeat)
+	if config.Pods != nil {
+		a.work(func() { config.Pods.Run(stopping, podHandler{a}) })
+	}
 	return a, nil
 }
 
@@ -227,8 +245,11 @@ func (a *Agent) sandbox(uid string) *sandbox {
 	return sb
 }
 
-// known is the sandbox of a UID that has a container, or ErrNotFound.
+// known is the sandbox of a UID that has a container of the agent's own, or ErrNotFound.
 func (a *Agent) known(uid string) (*sandbox, error) {
+	if err := a.notAPod(uid); err != nil {
+		return nil, err
+	}
 	a.mu.Lock()
 	defer a.mu.Unlock()
 	if sb, ok := a.sandboxes[uid]; ok {

@@ -17,11 +17,13 @@ import (
 	"github.com/flux-sandbox/flux-sandbox/internal/containers/containerstest"
 	"github.com/flux-sandbox/flux-sandbox/internal/fault"
 	"github.com/flux-sandbox/flux-sandbox/internal/mount"
+	"github.com/flux-sandbox/flux-sandbox/internal/pods/podstest"
 )
 
 func TestMain(m *testing.M) {
 	mount.RunHelperIfAsked()
-	os.Exit(containerstest.Main(m))
+	runChildIfAsked()
+	os.Exit(podstest.Main(func() int { return containerstest.Main(m) }))
 }
 
 // wantFault checks an error's kind and reason.

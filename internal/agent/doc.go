@@ -14,6 +14,13 @@
 //   - recover repairs the node from journal × mountinfo × containerd before the first request is served.
 //   - inventory tells followers what the node really has.
 //
+// # Pods
+//
+// A sandbox may be a container of a Pod, which internal/pods finds and tells of. It has no create, start or stop here; what
+// its containers do is read (readPod), and noted together with the journal's records (adopt): a volume of a container that
+// ended waits for the next, which is another one for containerd. podStarting attaches before a process begins, within the
+// hook's time; lookAtPod whatever that missed. Deleting the sandbox detaches and touches nothing else.
+//
 // # Locks, from the outside in
 //
 //  1. a sandbox's target lock: one operation per target at a time; it honours its context.

@@ -78,12 +78,18 @@ func (i *inventory) take(f *follower) (uids, keys []string, revision int64) {
 	return uids, keys, i.revision
 }
 
-// capabilities are what this build's agent can do, for a controller of another version.
-var capabilities = []string{agentv1.CapabilityDynamicVolumes}
+// capabilities are what this agent can do, for a controller of another version.
+func (a *Agent) capabilities() []string {
+	c := []string{agentv1.CapabilityDynamicVolumes}
+	if a.config.Pods != nil {
+		c = append(c, agentv1.CapabilityPods)
+	}
+	return c
+}
 
 // update is an inventory message about some sandboxes and volumes, or about all.
 func (a *Agent) update(uids, keys []string, revision int64, full bool) *agentv1.InventoryUpdate {
-	u := &agentv1.InventoryUpdate{BootId: a.bootID, InstanceId: a.instanceID, Node: a.config.Node, Capabilities: capabilities,
+	u := &agentv1.InventoryUpdate{BootId: a.bootID, InstanceId: a.instanceID, Node: a.config.Node, Capabilities: a.capabilities(),
 		Revision: revision, Full: full}
 	// Not with every change of a volume: it costs more than the change.
 	if heartbeat := len(uids)+len(keys) == 0; full || heartbeat {
@@ -133,6 +139,9 @@ func (a *Agent) state(uid string) *agentv1.SandboxState {
 		Restarts: record.Restarts, Removed: true}
 	for _, v := range a.journal.Volumes(uid) {
 		out.Volumes = append(out.Volumes, mountRecord(v))
+	}
+	if sb.isPod() {
+		return podSandboxState(sb, record, out)
 	}
 	c, ok := sb.seen()
 	if !ok {
@@ -223,6 +232,9 @@ func (a *Agent) heartbeat() {
 		a.inventory.beat()
 		for _, sb := range a.all() {
 			// Each on its own: a sandbox that is being stopped, or whose filesystem is slow, delays no other.
+			if sb.isPod() {
+				a.lookAtPod(sb)
+			}
 			if sb.verifying.CompareAndSwap(false, true) {
 				a.work(func() {
 					defer sb.verifying.Store(false)

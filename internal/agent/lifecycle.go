@@ -18,6 +18,9 @@ import (
 // sandbox that is there is left as it is, whatever the specification says by now: one whose task has ended gets a new one
 // on its own root filesystem.
 func (a *Agent) create(ctx context.Context, spec containers.Spec, fence func() error) error {
+	if err := a.notAPod(spec.UID); err != nil {
+		return err
+	}
 	sb := a.sandbox(spec.UID)
 	ready, err := a.readyWaiting(ctx, sb)
 	if err != nil {
@@ -216,6 +219,9 @@ func (a *Agent) endTask(ctx context.Context, sb *sandbox, grace time.Duration) e
 
 // refresh reads the container's state anew.
 func (a *Agent) refresh(ctx context.Context, sb *sandbox) error {
+	if sb.isPod() {
+		return a.readPod(ctx, sb)
+	}
 	c, err := a.config.Containers.Get(ctx, sb.uid)
 	switch {
 	case errdefs.IsNotFound(err):
@@ -236,6 +242,9 @@ const releaseWait = 5 * time.Second
 func (a *Agent) remove(ctx context.Context, uid string, grace time.Duration) error {
 	sb := a.sandbox(uid)
 	sb.cancel(sb.terminating()) // whatever waits on its behalf gives up
+	if sb.isPod() {
+		return a.removePod(ctx, sb)
+	}
 	release, err := sb.alone(ctx)
 	if err != nil {
 		return err
@@ -265,6 +274,9 @@ func (a *Agent) remove(ctx context.Context, uid string, grace time.Duration) err
 func (a *Agent) finishDeletion(ctx context.Context, sb *sandbox, grace time.Duration) error {
 	if s, ok := a.journal.Sandbox(sb.uid); !ok || !s.DeletedAt.IsZero() {
 		return nil
+	}
+	if sb.isPod() {
+		return a.finishPodDeletion(ctx, sb)
 	}
 	if _, ok := sb.seen(); ok {
 		if err := a.endTask(ctx, sb, grace); err != nil {
@@ -314,7 +326,7 @@ func (a *Agent) forgetTombstones() {
 func (a *Agent) RemoveAll(ctx context.Context) error {
 	var errs []error
 	for _, sb := range a.all() {
-		if _, ok := sb.seen(); ok {
+		if _, ok := sb.seen(); ok || sb.isPod() {
 			errs = append(errs, a.remove(ctx, sb.uid, 0))
 		}
 	}

@@ -161,7 +161,7 @@ func (a *Agent) heldInside(sb *sandbox, m mount.Identity) (bool, error) {
 	if err != nil || own == 0 {
 		return false, err
 	}
-	nested, err := nestedNamespaces(own, c.PID, a.config.Containers.Processes(sb.uid))
+	nested, err := nestedNamespaces(own, c.PID, a.processes(sb))
 	if err != nil || len(nested) == 0 {
 		return false, err
 	}

@@ -81,7 +81,8 @@ func (r *recorder) run() {
 }
 
 func (r *recorder) record(uid string) error {
-	if _, ok := r.a.sandbox(uid).seen(); !ok {
+	sb := r.a.sandbox(uid)
+	if _, ok := sb.seen(); !ok || sb.isPod() { // a Pod's container is not ours to write on
 		return nil
 	}
 	volumes := []recordedVolume{}

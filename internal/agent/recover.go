@@ -54,7 +54,7 @@ func (a *Agent) recoverContainers(ctx context.Context) error {
 	for i := range list {
 		a.sandbox(list[i].UID).see(&list[i])
 	}
-	return nil
+	return a.recoverPods(ctx)
 }
 
 // recoverPatience bounds what recovery does for one sandbox: a process that cannot die (in the kernel, on a dead file
@@ -116,6 +116,9 @@ func (a *Agent) recoverVolumes(ctx context.Context) error {
 func (a *Agent) recoverVolume(ctx context.Context, v journal.Volume) error {
 	sb := a.sandbox(v.SandboxUID)
 	c, ok := sb.seen()
+	if sb.isPod() && (!ok || !hasTask(c)) {
+		return nil // readPod has its volumes wait
+	}
 	if !ok || !hasTask(c) {
 		// The mounts went with the task. A sandbox that is to run again wants its volumes again.
 		if record, _ := a.journal.Sandbox(v.SandboxUID); !ok || record.Desired != journal.DesiredRunning || v.Phase == journal.Lazy {
@@ -124,8 +127,7 @@ func (a *Agent) recoverVolume(ctx context.Context, v journal.Volume) error {
 			}
 			return a.updater.forget(v)
 		}
-		v.Phase, v.Mount, v.Attached = journal.Waiting, mount.Identity{}, ""
-		return a.updater.put(v)
+		return a.updater.put(waiting(v))
 	}
 	if v.Phase == journal.Waiting || v.Phase == journal.Lazy {
 		a.reaper.wake(v.Request.Key)
@@ -139,6 +141,8 @@ func (a *Agent) recoverVolume(ctx context.Context, v journal.Volume) error {
 	switch {
 	case err != nil:
 		return err
+	case !there && sb.isPod() && v.Phase != journal.Detaching:
+		return a.updater.put(waiting(v)) // it may have been cut off on its way into a container that went on
 	case !there:
 		return a.updater.forget(v)
 	case v.Phase == journal.Mounted:
@@ -155,6 +159,9 @@ func (a *Agent) recoverVolume(ctx context.Context, v journal.Volume) error {
 	// It landed on a directory that was moved meanwhile.
 	if _, err := a.updater.unmount(ctx, sb, ns, v, mount.DetachOptions{Force: true}); err != nil {
 		return err
+	}
+	if sb.isPod() && v.Phase == journal.Intent {
+		return a.updater.put(waiting(v))
 	}
 	return a.updater.forget(v)
 }
@@ -191,7 +198,7 @@ func (a *Agent) recoverSources(ctx context.Context) error {
 func (a *Agent) recoverTasks(ctx context.Context) error {
 	for _, sb := range a.all() {
 		c, ok := sb.seen()
-		if !ok {
+		if !ok || sb.isPod() {
 			continue
 		}
 		record, _ := a.journal.Sandbox(sb.uid)

@@ -14,9 +14,6 @@ import (
 
 // attachment checks an attach request, as if nobody had before.
 func (a *Agent) attachment(r *agentv1.AttachRequest, tenant string) (Attachment, error) {
-	if r.GetWorkload().GetPod() != nil {
-		return Attachment{}, fault.New(errdefs.ErrNotImplemented, fault.InvalidRequest, "this agent attaches volumes to its own containers only, not to Pods")
-	}
 	if r.GetTenantId() != tenant {
 		return Attachment{}, fault.New(errdefs.ErrPermissionDenied, fault.TenantMismatch,
 			"the request is for tenant %q, sandbox %s belongs to %q", r.GetTenantId(), r.GetCommand().GetSandboxUid(), tenant)

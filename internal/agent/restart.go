@@ -65,7 +65,7 @@ func (a *Agent) look(uid string) {
 	a.mu.Lock()
 	sb, ok := a.sandboxes[uid]
 	a.mu.Unlock()
-	if ok {
+	if ok && !sb.isPod() {
 		a.work(func() { a.lookOnce(sb) })
 	}
 }
@@ -146,22 +146,9 @@ func (a *Agent) ended(ctx context.Context, sb *sandbox) error {
 // was made since and died before it was started. The caller holds the life lock alone and has seen that the task is
 // over.
 func (a *Agent) recordExit(sb *sandbox, c containers.Container) error {
-	var lazy []journal.Volume
-	change := journal.Change{}
-	for _, v := range a.journal.Volumes(sb.uid) {
-		switch v.Phase {
-		case journal.Waiting:
-		case journal.Lazy:
-			lazy = append(lazy, v)
-		default:
-			v.Phase, v.Mount, v.Attached = journal.Waiting, mount.Identity{}, ""
-			change.PutVolumes = append(change.PutVolumes, v)
-		}
-	}
-	if len(lazy) > 0 {
-		if err := a.updater.forget(lazy...); err != nil {
-			return err
-		}
+	change, err := a.waitAgain(sb.uid)
+	if err != nil {
+		return err
 	}
 	if record, _ := a.journal.Sandbox(sb.uid); record.ExitCode != nil {
 		if len(change.PutVolumes) == 0 {
@@ -176,6 +163,32 @@ func (a *Agent) recordExit(sb *sandbox, c containers.Container) error {
 		}
 		s.ExitCode, s.ExitReason, s.ExitedAt = &code, reason, at
 	})
+}
+
+// waitAgain is the change by which the volumes of a task that ended wait for the next one. Those that were detached
+// lazily are forgotten.
+func (a *Agent) waitAgain(uid string) (journal.Change, error) {
+	var lazy []journal.Volume
+	change := journal.Change{}
+	for _, v := range a.journal.Volumes(uid) {
+		switch v.Phase {
+		case journal.Waiting:
+		case journal.Lazy:
+			lazy = append(lazy, v)
+		default:
+			change.PutVolumes = append(change.PutVolumes, waiting(v))
+		}
+	}
+	if len(lazy) == 0 {
+		return change, nil
+	}
+	return change, a.updater.forget(lazy...)
+}
+
+// waiting is a volume's record as it is while the volume waits for a task.
+func waiting(v journal.Volume) journal.Volume {
+	v.Phase, v.Mount, v.Attached = journal.Waiting, mount.Identity{}, ""
+	return v
 }
 
 func wantsRestart(policy string, exitCode *int32) bool {

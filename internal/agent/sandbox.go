@@ -3,6 +3,7 @@ package agent
 import (
 	"context"
 	"errors"
+	"fmt"
 	"os"
 	"strconv"
 	"strings"
@@ -15,6 +16,7 @@ import (
 	"github.com/flux-sandbox/flux-sandbox/internal/containers"
 	"github.com/flux-sandbox/flux-sandbox/internal/fault"
 	"github.com/flux-sandbox/flux-sandbox/internal/mount"
+	"github.com/flux-sandbox/flux-sandbox/internal/pods"
 )
 
 // lifeShares is the weight of the life lock held alone; a share is 1.
@@ -40,6 +42,8 @@ type sandbox struct {
 	namespace *mount.Namespace         // nil until a volume is attached or looked for
 	targets   map[string]chan struct{} // a target's lock: a buffered token
 	restarts  restarts
+	// pod is the container of a Pod that this is, with what containerd said of it last; nil for a container of the agent's own.
+	pod *podState
 	// trouble is why the sandbox is not as it should be, for the inventory.
 	trouble error
 }
@@ -169,6 +173,12 @@ func (s *sandbox) owns(p *mount.Process) error {
 	if err != nil || !p.Alive() {
 		return s.notRunning()
 	}
+	if s.pod != nil {
+		if pods.InCgroup(string(data), s.container.ID) {
+			return nil
+		}
+		return s.notRunning()
+	}
 	for line := range strings.Lines(string(data)) {
 		if strings.HasSuffix(strings.TrimSpace(line), "/"+s.uid) {
 			return nil
@@ -214,14 +224,17 @@ func (s *sandbox) leave() {
 	s.process, s.namespace = nil, nil
 }
 
+// notRunning is the error of who wants a task. The caller may hold mu.
 func (s *sandbox) notRunning() error {
 	return fault.New(errdefs.ErrFailedPrecondition, fault.SandboxNotRunning,
 		"sandbox %s has no running task on this node; start it first", s.uid)
 }
 
-// setTrouble notes why the sandbox is not as it should be; nil clears it.
-func (s *sandbox) setTrouble(err error) {
+// setTrouble notes why the sandbox is not as it should be; nil clears it. It is true when that was not known.
+func (s *sandbox) setTrouble(err error) (news bool) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
+	news = fmt.Sprint(err) != fmt.Sprint(s.trouble)
 	s.trouble = err
+	return news
 }

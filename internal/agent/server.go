@@ -140,7 +140,7 @@ func (s *server) Attach(ctx context.Context, r *agentv1.AttachRequest) (*agentv1
 }
 
 func (s *server) attach(ctx context.Context, r *agentv1.AttachRequest) (journal.Volume, bool, error) {
-	sb, tenant, err := s.workload(r)
+	sb, tenant, err := s.workload(ctx, r)
 	if err != nil {
 		return journal.Volume{}, false, err
 	}
@@ -153,8 +153,11 @@ func (s *server) attach(ctx context.Context, r *agentv1.AttachRequest) (journal.
 }
 
 // workload is the sandbox that a volume is for, and its tenant. Before the container exists the request says whose it is.
-func (s *server) workload(r *agentv1.AttachRequest) (*sandbox, string, error) {
+func (s *server) workload(ctx context.Context, r *agentv1.AttachRequest) (*sandbox, string, error) {
 	uid := r.GetCommand().GetSandboxUid()
+	if pod := r.GetWorkload().GetPod(); pod != nil {
+		return s.podWorkload(ctx, uid, pod, r)
+	}
 	sb, err := s.known(uid)
 	if err == nil {
 		c, _ := sb.seen()
@@ -196,7 +199,11 @@ func (s *server) Detach(ctx context.Context, r *agentv1.DetachRequest) (*agentv1
 }
 
 func (s *server) detach(ctx context.Context, r *agentv1.DetachRequest) (Detached, error) {
-	return s.updater.Detach(ctx, s.sandbox(r.GetCommand().GetSandboxUid()), r.GetTarget(), r.GetEntryHash(), r.GetForce(),
+	sb := s.sandbox(r.GetCommand().GetSandboxUid())
+	if err := s.freshPod(ctx, sb); err != nil {
+		return Detached{}, err
+	}
+	return s.updater.Detach(ctx, sb, r.GetTarget(), r.GetEntryHash(), r.GetForce(),
 		s.passOf(r.GetCommand(), r.GetTarget()))
 }
 

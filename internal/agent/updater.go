@@ -215,6 +215,10 @@ func (u *ContainerMountUpdater) begin(ctx context.Context, sb *sandbox, a Attach
 			release()
 			return journal.Volume{}, nil, context.Cause(sb.ctx)
 		}
+		if err := sb.takesVolume(a.Target); err != nil {
+			release()
+			return journal.Volume{}, nil, err
+		}
 		c, ok := sb.seen()
 		if alive := ok && hasTask(c); alive && r.tree == nil {
 			release() // the task came meanwhile
@@ -233,6 +237,8 @@ type readyVolume struct {
 	prepared volume.Prepared
 	acquired bool
 	tree     *mount.Tree // with its attributes set
+	// attached is when it is attached, where that is not to be read off the task's state.
+	attached v1alpha1.AttachTime
 }
 
 func (r *readyVolume) close() {
@@ -308,6 +314,9 @@ func (u *ContainerMountUpdater) place(ctx context.Context, sb *sandbox, record j
 	record.Phase, record.Attached = journal.Intent, v1alpha1.AttachedLive
 	if c, _ := sb.seen(); c.State == containers.Created {
 		record.Attached = v1alpha1.AttachedBeforeStart
+	}
+	if r.attached != "" {
+		record.Attached = r.attached
 	}
 	if err := timing.do(stepJournalIntent, func() error { return write(putting(record)) }); err != nil {
 		return failed(err)

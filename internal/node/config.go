@@ -26,9 +26,25 @@ type Config struct {
 	Sandboxes SandboxConfig `json:"sandboxes,omitempty"`
 	// Volumes says which volumes sandboxes may use.
 	Volumes VolumeConfig `json:"volumes,omitempty"`
+	// Pods says whether volumes may be attached to containers of Pods.
+	Pods PodsConfig `json:"pods,omitempty"`
 	// PersistentVolumes accepts the paths of local and hostPath PersistentVolumes as sources. It stands in no file: it is
 	// set where nobody but a cluster's controller can command the agent.
 	PersistentVolumes bool `json:"-"`
+}
+
+// PodsConfig is about containers that kubelet runs. They must be those of the containerd at containerd.address.
+type PodsConfig struct {
+	// Enabled lets volumes be attached to them.
+	Enabled bool `json:"enabled,omitempty"`
+	// ContainerdNamespace is the containerd namespace of the CRI; k8s.io when empty.
+	ContainerdNamespace string `json:"containerdNamespace,omitempty"`
+	// NRISocket is where containerd takes plugins; /var/run/nri/nri.sock when empty. Where there is none, a Pod's container
+	// gets its volumes right after its start instead of before.
+	NRISocket string `json:"nriSocket,omitempty"`
+	// AllowPrivileged lets volumes be attached to containers with CAP_SYS_ADMIN or the host's PID namespace, which can undo
+	// what makes a volume read-only, or keep one that is detached.
+	AllowPrivileged bool `json:"allowPrivileged,omitempty"`
 }
 
 // ContainerdConfig says which containerd runs the sandboxes.
@@ -101,6 +117,12 @@ func (c Config) WithDefaults(hostname func() (string, error)) (Config, error) {
 		if !filepath.IsAbs(dir) || filepath.Clean(dir) != dir || dir == "/" {
 			return c, Invalid("%s %q: must be an absolute, clean path of a directory of its own", key, dir)
 		}
+	}
+	if c.Pods.Enabled && c.Containerd.Address == "" {
+		return c, Invalid("pods.enabled needs containerd.address: the socket of the containerd that kubelet uses")
+	}
+	if s := c.Pods.NRISocket; s != "" && !filepath.IsAbs(s) {
+		return c, Invalid("pods.nriSocket %q: must be an absolute path", s)
 	}
 	// The roots are checked here too, so that a check of the configuration finds what is wrong with them.
 	if _, err := c.source(); err != nil {

@@ -12,6 +12,7 @@ import (
 	"github.com/flux-sandbox/flux-sandbox/internal/agent"
 	"github.com/flux-sandbox/flux-sandbox/internal/containers"
 	"github.com/flux-sandbox/flux-sandbox/internal/mount"
+	"github.com/flux-sandbox/flux-sandbox/internal/pods"
 	"github.com/flux-sandbox/flux-sandbox/internal/volume"
 )
 
@@ -25,6 +26,7 @@ type Node struct {
 	sources map[v1alpha1.VolumeType]volume.Source
 	child   *containers.Child // our own containerd, or nil
 	runtime *containers.Runtime
+	pods    *pods.Runtime // nil where Pods are off
 	agent   *agent.Agent
 }
 
@@ -52,12 +54,28 @@ func Open(ctx context.Context, config Config, programs Programs, log *slog.Logge
 	if n.runtime, n.child, err = openContainers(ctx, config, programs); err != nil {
 		return nil, err
 	}
-	n.agent, err = agent.Open(ctx, agent.Config{
+	settings := agent.Config{
 		Node: config.Node, RunDir: config.journal(), Containers: n.runtime, Sources: n.sources,
 		DeniedTargets: config.Volumes.DeniedTargets, BestEffortLimits: config.Volumes.BestEffortLimits,
 		PrepareRate: config.Volumes.PrepareRate, PrepareBurst: config.Volumes.PrepareBurst,
-		Log: log.With("component", "agent"), Registerer: registry,
-	})
+		PrivilegedPods: config.Pods.AllowPrivileged,
+		Log:            log.With("component", "agent"), Registerer: registry,
+	}
+	if config.Pods.Enabled {
+		if n.pods, err = pods.Open(ctx, pods.Config{Address: config.Containerd.Address, Namespace: config.Pods.ContainerdNamespace,
+			NRISocket: config.Pods.NRISocket, Log: log.With("component", "pods")}); err != nil {
+			return nil, err
+		}
+		settings.Pods = n.pods
+		registry.MustRegister(prometheus.NewGaugeFunc(prometheus.GaugeOpts{Name: "flux_agent_nri_connected",
+			Help: "1 while containers of Pods wait for their volumes before they start; 0 while they get them after it."}, func() float64 {
+			if n.pods.Connected() {
+				return 1
+			}
+			return 0
+		}))
+	}
+	n.agent, err = agent.Open(ctx, settings)
 	return n, err
 }
 
@@ -113,6 +131,9 @@ func (n *Node) StopContainerd(ctx context.Context) error {
 func (n *Node) Close() {
 	if n.agent != nil {
 		_ = n.agent.Close()
+	}
+	if n.pods != nil {
+		_ = n.pods.Close()
 	}
 	if n.runtime != nil {
 		_ = n.runtime.Close()

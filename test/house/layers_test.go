@@ -42,13 +42,14 @@ var layers = []layer{
 	// One floor up: each knows the kernel or the API, none knows another but where it must.
 	{dir: "internal/identity", may: leaves, never: clients},
 	{dir: "internal/containers", may: slices.Concat(leaves, []string{"internal/mount", "internal/capacity"}), never: kubernetesClients},
+	{dir: "internal/pods", may: leaves, never: kubernetesClients},
 	{dir: "internal/volume", may: slices.Concat(leaves, []string{"internal/mount", "internal/capacity"}), never: clients},
 	{dir: "internal/store", may: leaves, never: clients},
 	{dir: "internal/store/kube", may: slices.Concat(leaves, []string{"internal/store"}), never: containerdClient},
 	{dir: "internal/scheduler", may: slices.Concat(leaves, []string{"internal/store", "internal/volume"}), never: clients},
 
 	// What serves and what reconciles.
-	{dir: "internal/agent", may: slices.Concat(leaves, []string{"internal/mount", "internal/capacity", "internal/containers", "internal/volume"}), never: kubernetesClients},
+	{dir: "internal/agent", may: slices.Concat(leaves, []string{"internal/mount", "internal/capacity", "internal/containers", "internal/pods", "internal/volume"}), never: kubernetesClients},
 	// Between the protobuf messages and the API types: for both ends of the wire.
 	{dir: "internal/grpcapi/convert", may: leaves, never: clients},
 	{dir: "internal/grpcapi", may: slices.Concat(leaves, []string{"internal/store", "internal/volume", "internal/grpcapi/convert"}), never: clients},
@@ -59,7 +60,7 @@ var layers = []layer{
 	// What every server shows of itself.
 	{dir: "internal/observability", may: leaves, never: clients},
 	// A node, of a cluster or of its own.
-	{dir: "internal/node", may: slices.Concat(leaves, []string{"internal/agent", "internal/mount", "internal/containers", "internal/volume"}), never: kubernetesClients},
+	{dir: "internal/node", may: slices.Concat(leaves, []string{"internal/agent", "internal/mount", "internal/containers", "internal/pods", "internal/volume"}), never: kubernetesClients},
 	{dir: "internal/csidriver", may: slices.Concat(leaves, []string{"internal/mount", "internal/capacity"}), never: clients},
 
 	// What people use. doctor asks the kernel itself.

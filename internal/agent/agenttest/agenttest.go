@@ -98,14 +98,29 @@ func NewOn(tb testing.TB, env *containerstest.Env, change func(*agent.Config)) *
 // Sources are the node's volume sources, before change sees them.
 func (n *Node) Sources(tb testing.TB) map[v1alpha1.VolumeType]volume.Source {
 	tb.Helper()
-	src, err := local.New([]local.Root{
-		{Path: filepath.Join(n.Data, "tenants", local.TenantComponent)},
-		{Path: filepath.Join(n.Data, "shared"), Shared: true},
-		{Path: filepath.Join(n.Data, "images", local.TenantComponent), Backing: local.BackingImage},
-	}, nil)
+	sources, err := SourcesIn(n.Data)
 	must(tb, err)
-	return map[v1alpha1.VolumeType]volume.Source{v1alpha1.VolumeTypeLocal: src}
+	return sources
 }
+
+// SourcesIn are the volume sources of a Node whose Data is given, for an agent in a process of its own.
+func SourcesIn(data string) (map[v1alpha1.VolumeType]volume.Source, error) {
+	src, err := local.New([]local.Root{
+		{Path: filepath.Join(data, "tenants", local.TenantComponent)},
+		{Path: filepath.Join(data, "shared"), Shared: true},
+		{Path: filepath.Join(data, "images", local.TenantComponent), Backing: local.BackingImage},
+	}, nil)
+	return map[v1alpha1.VolumeType]volume.Source{v1alpha1.VolumeTypeLocal: src}, err
+}
+
+// RunDir is the agent's, and Socket where Client finds it: for an agent in a process of its own, between Stop and Start.
+func (n *Node) RunDir() string { return n.run }
+
+// Socket is in RunDir.
+func (n *Node) Socket() string { return filepath.Join(n.run, "agent.sock") }
+
+// Reconnect has Client try again at once.
+func (n *Node) Reconnect() { n.conn.ResetConnectBackoff() }
 
 // Start opens the agent and serves it.
 func (n *Node) Start(tb testing.TB) {
@@ -124,7 +139,7 @@ func (n *Node) Start(tb testing.TB) {
 	// does not either.
 	n.server = agent.NewServer(n.Agent, grpc.WaitForHandlers(true))
 	must(tb, os.MkdirAll(n.run, 0o700)) // change may have put the journal elsewhere
-	socket := filepath.Join(n.run, "agent.sock")
+	socket := n.Socket()
 	_ = os.Remove(socket)
 	l, err := net.Listen("unix", socket)
 	must(tb, err)
@@ -185,6 +200,8 @@ type Sandbox struct {
 	Command []string
 	Restart v1alpha1.RestartPolicy
 	Memory  int64
+	// Pod is set for a sandbox that is a container of a Pod.
+	Pod *agentv1.PodWorkload
 
 	UID        string
 	Generation int64
@@ -326,7 +343,11 @@ func (s *Sandbox) AttachRequest(v Volume) *agentv1.AttachRequest {
 	if v.Hash == "" {
 		v.Hash = fmt.Sprintf("%s|%s|%s|%d", v.Source, v.SubPath, mode, v.Size)
 	}
-	return &agentv1.AttachRequest{Command: s.command(), When: when, TenantId: s.Tenant, Target: v.Target, Mode: string(mode),
+	var workload *agentv1.Workload
+	if s.Pod != nil {
+		workload = &agentv1.Workload{Kind: &agentv1.Workload_Pod{Pod: s.Pod}}
+	}
+	return &agentv1.AttachRequest{Command: s.command(), Workload: workload, When: when, TenantId: s.Tenant, Target: v.Target, Mode: string(mode),
 		SubPath: v.SubPath, SizeLimitBytes: v.Size, EntryHash: v.Hash, Source: &agentv1.AttachRequest_Local{Local: &agentv1.LocalSource{Path: v.Source, PersistentVolume: v.PersistentVolume}}}
 }
 

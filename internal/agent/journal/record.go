@@ -103,8 +103,24 @@ type Sandbox struct {
 	ExitedAt   time.Time `json:"exitedAt,omitzero"`
 	ExitCode   *int32    `json:"exitCode,omitempty"`
 	ExitReason string    `json:"exitReason,omitempty"`
-	// DeletedAt is when it was deleted.
+	// DeletedAt is when it was deleted, or its Pod was seen to be gone.
 	DeletedAt time.Time `json:"deletedAt,omitzero"`
+	// Pod is the Pod that has its container; zero for a container of the agent's own.
+	Pod Pod `json:"pod,omitzero"`
+}
+
+// Pod is what is known of a sandbox that is a container of a Pod.
+type Pod struct {
+	Namespace string `json:"namespace"`
+	Name      string `json:"name"`
+	UID       string `json:"uid"`
+	Container string `json:"container"`
+	TenantID  string `json:"tenantID,omitempty"`
+	// ContainerID is the container that the records of mounts are about; empty when there is none that lives.
+	ContainerID string `json:"containerID,omitempty"`
+	// Seen: the node had something of the Pod. From then on, that there is nothing means that it is gone.
+	Seen bool `json:"seen,omitempty"`
+	Gone bool `json:"gone,omitempty"`
 }
 
 // Generation is the newest generation of a sandbox that was seen in a command for a target; "" is the sandbox itself.

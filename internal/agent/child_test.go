@@ -1,0 +1,121 @@
+package agent_test
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"net"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/flux-sandbox/flux-sandbox/internal/agent"
+	"github.com/flux-sandbox/flux-sandbox/internal/agent/agenttest"
+	"github.com/flux-sandbox/flux-sandbox/internal/containers"
+	"github.com/flux-sandbox/flux-sandbox/internal/containers/containerstest"
+	"github.com/flux-sandbox/flux-sandbox/internal/pods"
+)
+
+// childEnv is the environment variable by which the test binary is an agent, described by its value, instead of tests.
+const childEnv = "FLUX_TEST_AGENT"
+
+// child describes an agent that runs as a process of its own, so that it can be killed.
+type child struct {
+	Dir, Init, Logger string // of the containers' environment
+	Data, Run, Socket string
+	Containerd, NRI   string // of the Pods
+	Ready             string // a file that is made when it serves
+}
+
+// runChildIfAsked runs the agent that the environment describes, and does not return then.
+func runChildIfAsked() {
+	description := os.Getenv(childEnv)
+	if description == "" {
+		return
+	}
+	var c child
+	err := json.Unmarshal([]byte(description), &c)
+	if err == nil {
+		err = c.serve()
+	}
+	fmt.Fprintln(os.Stderr, "agent:", err)
+	os.Exit(1)
+}
+
+func (c child) serve() error {
+	ctx := context.Background()
+	env := containerstest.Env{Dir: c.Dir, InitPath: c.Init, LoggerPath: c.Logger}
+	runtime, err := containers.Open(ctx, env.Config())
+	if err != nil {
+		return err
+	}
+	sources, err := agenttest.SourcesIn(c.Data)
+	if err != nil {
+		return err
+	}
+	p, err := pods.Open(ctx, pods.Config{Address: c.Containerd, NRISocket: c.NRI})
+	if err != nil {
+		return err
+	}
+	a, err := agent.Open(ctx, agent.Config{Node: "node", RunDir: c.Run, Containers: runtime, Sources: sources, Pods: p})
+	if err != nil {
+		return err
+	}
+	if err := os.Remove(c.Socket); err != nil && !errors.Is(err, os.ErrNotExist) {
+		return err
+	}
+	l, err := net.Listen("unix", c.Socket)
+	if err != nil {
+		return err
+	}
+	ticker := time.NewTicker(time.Millisecond)
+	defer ticker.Stop()
+	for !p.Connected() {
+		<-ticker.C
+	}
+	if err := os.WriteFile(c.Ready, nil, 0o600); err != nil {
+		return err
+	}
+	return agent.NewServer(a).Serve(l)
+}
+
+// startChild starts the node's agent as a process of its own, and returns what kills it.
+func (p *podNode) startChild(t *testing.T) (kill func()) {
+	t.Helper()
+	cmd, ready := p.childCommand(t)
+	kill = sync.OnceFunc(func() {
+		_ = cmd.Process.Kill()
+		_ = cmd.Wait()
+	})
+	t.Cleanup(kill)
+	p.awaitChild(t, cmd, ready)
+	return kill
+}
+
+// childCommand is the node's agent as a process of its own that was not started yet, and the file that it makes when
+// it serves.
+func (p *podNode) childCommand(t *testing.T) (cmd *exec.Cmd, ready string) {
+	t.Helper()
+	self, err := os.Executable()
+	must(t, err)
+	ready = filepath.Join(t.TempDir(), "ready")
+	description, err := json.Marshal(child{Dir: p.Env.Dir, Init: p.Env.InitPath, Logger: p.Env.LoggerPath, Data: p.Data,
+		Run: p.RunDir(), Socket: p.Socket(), Containerd: p.env.Address, NRI: p.nri, Ready: ready})
+	must(t, err)
+	cmd = exec.Command(self)
+	cmd.Env = append(os.Environ(), childEnv+"="+string(description))
+	cmd.Stderr = os.Stderr
+	return cmd, ready
+}
+
+// awaitChild starts an agent's process and waits until it serves.
+func (p *podNode) awaitChild(t *testing.T, cmd *exec.Cmd, ready string) {
+	t.Helper()
+	must(t, cmd.Start())
+	agenttest.Eventually(t, "the agent's process serves", func() bool { _, err := os.Stat(ready); return err == nil })
+	p.Reconnect()
+}

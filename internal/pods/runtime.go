@@ -1,0 +1,108 @@
+package pods
+
+import (
+	"context"
+	"fmt"
+	"log/slog"
+	"sync"
+	"sync/atomic"
+
+	containerd "github.com/containerd/containerd/v2/client"
+	"github.com/containerd/containerd/v2/pkg/namespaces"
+	"github.com/containerd/errdefs"
+
+	"github.com/flux-sandbox/flux-sandbox/internal/fault"
+)
+
+// Defaults of Config.
+const (
+	// DefaultNamespace is the namespace in which containerd's CRI has everything.
+	DefaultNamespace = "k8s.io"
+	// DefaultNRISocket is containerd's.
+	DefaultNRISocket = "/var/run/nri/nri.sock"
+)
+
+// Config says where the node's containerd is.
+type Config struct {
+	// Address is the socket of the containerd that kubelet uses.
+	Address string
+	// Namespace is that of its CRI; DefaultNamespace when empty.
+	Namespace string
+	// NRISocket is its socket for plugins; DefaultNRISocket when empty. Where there is none, containers get their volumes
+	// right after their start.
+	NRISocket string
+	Log       *slog.Logger
+}
+
+// Runtime reads the containers of this node's Pods. It is safe for concurrent use.
+type Runtime struct {
+	config    Config
+	client    *containerd.Client
+	known     knownContainers
+	connected atomic.Bool
+}
+
+// Open connects to containerd; ErrUnavailable when none answers. Later the connection is made again by itself.
+func Open(ctx context.Context, config Config) (*Runtime, error) {
+	if config.Namespace == "" {
+		config.Namespace = DefaultNamespace
+	}
+	if config.NRISocket == "" {
+		config.NRISocket = DefaultNRISocket
+	}
+	if config.Log == nil {
+		config.Log = slog.New(slog.DiscardHandler)
+	}
+	client, err := containerd.New(config.Address)
+	if err != nil {
+		return nil, fault.New(errdefs.ErrUnavailable, fault.AgentUnavailable, "pods: no containerd at %s: %w", config.Address, err)
+	}
+	r := &Runtime{config: config, client: client, known: knownContainers{pods: map[string]string{}}}
+	if _, err := client.Version(r.context(ctx)); err != nil {
+		client.Close()
+		return nil, fmt.Errorf("pods: connect to containerd at %s: %w", config.Address, err)
+	}
+	return r, nil
+}
+
+// Close closes the connection to containerd.
+func (r *Runtime) Close() error { return r.client.Close() }
+
+// Connected says whether the NRI plugin is connected, so that containers wait for their volumes.
+func (r *Runtime) Connected() bool { return r.connected.Load() }
+
+func (r *Runtime) context(ctx context.Context) context.Context {
+	return namespaces.WithNamespace(ctx, r.config.Namespace)
+}
+
+// knownContainers are the Pods of containers by their id: the event of a container that was deleted names the id alone.
+type knownContainers struct {
+	mu   sync.Mutex // guards pods
+	pods map[string]string
+}
+
+// reset forgets what was missed of deletions while there was no subscription.
+func (k *knownContainers) reset(podUIDs map[string]string) {
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	k.pods = podUIDs
+}
+
+func (k *knownContainers) put(id, podUID string) {
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	k.pods[id] = podUID
+}
+
+func (k *knownContainers) get(id string) (podUID string, ok bool) {
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	podUID, ok = k.pods[id]
+	return podUID, ok
+}
+
+func (k *knownContainers) drop(id string) {
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	delete(k.pods, id)
+}
