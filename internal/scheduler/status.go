@@ -226,6 +226,9 @@ func (p *pass) condition(kind string, is bool, reason, message string) {
 	if is {
 		status = metav1.ConditionTrue
 	}
+	if reason == "" {
+		reason = string(v1alpha1.SandboxPending) // the API server takes no condition without a reason
+	}
 	meta.SetStatusCondition(&p.a.status.Conditions, metav1.Condition{
 		Type: kind, Status: status, Reason: reason, Message: message, LastTransitionTime: seconds(p.now), ObservedGeneration: 0,
 	})

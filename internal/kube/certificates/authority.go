@@ -244,7 +244,7 @@ func (a *Authority) load(ctx context.Context) (identity.Authorities, error) {
 		}
 		cas, err := parseSecret(secret)
 		if err != nil {
-			return nil, fmt.Errorf("Secret %s/%s holds no CA that can be used: %w; put it right, or delete it to have a new CA made", a.options.Namespace, a.options.Secret, err)
+			return nil, fmt.Errorf("the Secret %s/%s holds no CA that can be used: %w; put it right, or delete it to have a new CA made", a.options.Namespace, a.options.Secret, err)
 		}
 		now := a.options.Clock.Now()
 		if !cas.NeedSuccessor(now) {
