@@ -1,7 +1,7 @@
 // Command bench measures FluxSandbox on this machine and prints what it found as Markdown: each figure beside its
 // baseline, taken in the same run, and each budget of the design (section 11) met or missed.
 //
-//	go run ./test/bench [-only engine,create,api,fleet,placement] [-quick]
+//	go run ./test/bench [-only engine,create,api,fleet,placement,cluster] [-quick]
 //
 // Its parts, which run one after another:
 //
@@ -11,6 +11,8 @@
 //	api        attach and detach through the API of the shipped server, against a synced write to its state folder
 //	fleet      the same with 1, 10, 100 sandboxes; then memory, threads and goroutines with all their volumes; recovery
 //	placement  the scheduler's decision, from its Go benchmark
+//	cluster    attach and detach through the API server of the local cluster, if it runs ("make cluster-up deploy"), against
+//	           deleting and creating a Pod; the controller's API calls, counted from the audit log
 //
 // Figures are wall-clock times. It runs as root, takes minutes, and leaves nothing behind.
 package main
@@ -48,6 +50,7 @@ var parts = []struct {
 	{"api", benchAPI},
 	{"fleet", benchFleet},
 	{"placement", benchPlacement},
+	{"cluster", benchCluster},
 }
 
 func main() {
