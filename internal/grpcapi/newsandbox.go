@@ -70,7 +70,8 @@ func (s *sandboxService) checkAgainstGroup(sb *v1alpha1.Sandbox, group *v1alpha1
 	if err != nil {
 		return err
 	}
-	if sb.Spec.Image == "" && sub.Template.Image == "" {
+	isPod := sb.Spec.Template != nil || sb.Spec.PodRef != nil
+	if sb.Spec.Image == "" && sub.Template.Image == "" && !isPod {
 		return fault.New(errdefs.ErrInvalidArgument, fault.InvalidImage,
 			"spec.image is empty and group %s/%s has no image in its template: name an image", group.Namespace, group.Name)
 	}

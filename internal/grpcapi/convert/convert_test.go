@@ -1,6 +1,7 @@
 package convert_test
 
 import (
+	"encoding/json"
 	"fmt"
 	"reflect"
 	"strings"
@@ -41,6 +42,12 @@ func (f *filler) text() string    { f.n++; return fmt.Sprintf("v%d", f.n) }
 func (f *filler) number() int64   { f.n++; return int64(f.n) }
 func (f *filler) time() time.Time { f.n++; return time.Unix(int64(1_700_000_000+f.n), 5).UTC() }
 
+// template is a template of which the JSON is what it is encoded to.
+func (f *filler) template() corev1.PodTemplateSpec {
+	return corev1.PodTemplateSpec{ObjectMeta: metav1.ObjectMeta{Labels: map[string]string{f.text(): f.text()}},
+		Spec: corev1.PodSpec{Containers: []corev1.Container{{Name: f.text(), Image: f.text()}}}}
+}
+
 func (f *filler) object(v reflect.Value) {
 	switch x := v.Addr().Interface().(type) {
 	case *metav1.Time:
@@ -48,6 +55,9 @@ func (f *filler) object(v reflect.Value) {
 		return
 	case *corev1.ResourceList:
 		*x = corev1.ResourceList{"cpu": *resource.NewQuantity(f.number(), resource.DecimalSI)}
+		return
+	case *corev1.PodTemplateSpec:
+		*x = f.template()
 		return
 	case *map[string]string:
 		*x = map[string]string{f.text(): f.text()}
@@ -116,6 +126,10 @@ func (f *filler) message(m protoreflect.Message) {
 func (f *filler) scalar(fd protoreflect.FieldDescriptor) protoreflect.Value {
 	switch fd.Kind() {
 	case protoreflect.StringKind:
+		if fd.Name() == "template" {
+			text, _ := json.Marshal(f.template())
+			return protoreflect.ValueOfString(string(text))
+		}
 		return protoreflect.ValueOfString(f.text())
 	case protoreflect.BoolKind:
 		return protoreflect.ValueOfBool(true)
@@ -171,5 +185,13 @@ func TestBadQuantityNamesItsField(t *testing.T) {
 	}})
 	if err == nil || !strings.Contains(err.Error(), `spec.resources.limits["memory"]: "lots"`) {
 		t.Errorf("got %v", err)
+	}
+}
+
+func TestBadTemplateIsRefused(t *testing.T) {
+	for _, text := range []string{"{", `{"spec":{"container":[]}}`, "[]"} {
+		if _, err := convert.Sandbox(&sandboxv1.Sandbox{Spec: &sandboxv1.SandboxSpec{Template: text}}); err == nil || !strings.Contains(err.Error(), "spec.template") {
+			t.Errorf("%s: %v", text, err)
+		}
 	}
 }

@@ -66,7 +66,13 @@ func Spec(m *sandboxv1.SandboxSpec) (v1alpha1.SandboxSpec, error) {
 	if err != nil {
 		return v1alpha1.SandboxSpec{}, err
 	}
+	template, err := podTemplate(m.GetTemplate())
+	if err != nil {
+		return v1alpha1.SandboxSpec{}, err
+	}
 	return v1alpha1.SandboxSpec{
+		Template:       template,
+		PodRef:         podReference(m.GetPodRef()),
 		Group:          m.GetGroup(),
 		SubGroup:       m.GetSubGroup(),
 		TenantID:       m.GetTenantId(),
@@ -87,6 +93,8 @@ func Spec(m *sandboxv1.SandboxSpec) (v1alpha1.SandboxSpec, error) {
 // SpecProto is the reverse of Spec.
 func SpecProto(s v1alpha1.SandboxSpec) *sandboxv1.SandboxSpec {
 	m := &sandboxv1.SandboxSpec{
+		Template:       podTemplateProto(s.Template),
+		PodRef:         podReferenceProto(s.PodRef),
 		Group:          s.Group,
 		SubGroup:       s.SubGroup,
 		TenantId:       s.TenantID,

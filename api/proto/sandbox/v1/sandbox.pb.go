@@ -73,7 +73,7 @@ func (x SandboxEvent_Type) Number() protoreflect.EnumNumber {
 
 // Deprecated: Use SandboxEvent_Type.Descriptor instead.
 func (SandboxEvent_Type) EnumDescriptor() ([]byte, []int) {
-	return file_sandbox_v1_sandbox_proto_rawDescGZIP(), []int{15, 0}
+	return file_sandbox_v1_sandbox_proto_rawDescGZIP(), []int{16, 0}
 }
 
 type EnvVar struct {
@@ -257,8 +257,12 @@ type SandboxSpec struct {
 	DynamicVolumes []*DynamicVolume       `protobuf:"bytes,12,rep,name=dynamic_volumes,json=dynamicVolumes,proto3" json:"dynamic_volumes,omitempty"`
 	ShutdownTime   *timestamppb.Timestamp `protobuf:"bytes,13,opt,name=shutdown_time,json=shutdownTime,proto3" json:"shutdown_time,omitempty"`
 	Paused         bool                   `protobuf:"varint,14,opt,name=paused,proto3" json:"paused,omitempty"`
-	unknownFields  protoimpl.UnknownFields
-	sizeCache      protoimpl.SizeCache
+	// The Pod that the sandbox is: a PodTemplateSpec of Kubernetes in JSON. On Kubernetes only.
+	Template string `protobuf:"bytes,15,opt,name=template,proto3" json:"template,omitempty"`
+	// A Pod of somebody else's that the sandbox is. On Kubernetes only.
+	PodRef        *PodReference `protobuf:"bytes,16,opt,name=pod_ref,json=podRef,proto3" json:"pod_ref,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
 }
 
 func (x *SandboxSpec) Reset() {
@@ -389,6 +393,82 @@ func (x *SandboxSpec) GetPaused() bool {
 	return false
 }
 
+func (x *SandboxSpec) GetTemplate() string {
+	if x != nil {
+		return x.Template
+	}
+	return ""
+}
+
+func (x *SandboxSpec) GetPodRef() *PodReference {
+	if x != nil {
+		return x.PodRef
+	}
+	return nil
+}
+
+type PodReference struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	Name  string                 `protobuf:"bytes,1,opt,name=name,proto3" json:"name,omitempty"`
+	// That of the Pod that has the name when the sandbox is first seen, when empty.
+	Uid string `protobuf:"bytes,2,opt,name=uid,proto3" json:"uid,omitempty"`
+	// The Pod's first when empty.
+	Container     string `protobuf:"bytes,3,opt,name=container,proto3" json:"container,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *PodReference) Reset() {
+	*x = PodReference{}
+	mi := &file_sandbox_v1_sandbox_proto_msgTypes[4]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *PodReference) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*PodReference) ProtoMessage() {}
+
+func (x *PodReference) ProtoReflect() protoreflect.Message {
+	mi := &file_sandbox_v1_sandbox_proto_msgTypes[4]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use PodReference.ProtoReflect.Descriptor instead.
+func (*PodReference) Descriptor() ([]byte, []int) {
+	return file_sandbox_v1_sandbox_proto_rawDescGZIP(), []int{4}
+}
+
+func (x *PodReference) GetName() string {
+	if x != nil {
+		return x.Name
+	}
+	return ""
+}
+
+func (x *PodReference) GetUid() string {
+	if x != nil {
+		return x.Uid
+	}
+	return ""
+}
+
+func (x *PodReference) GetContainer() string {
+	if x != nil {
+		return x.Container
+	}
+	return ""
+}
+
 type Condition struct {
 	state              protoimpl.MessageState `protogen:"open.v1"`
 	Type               string                 `protobuf:"bytes,1,opt,name=type,proto3" json:"type,omitempty"`
@@ -402,7 +482,7 @@ type Condition struct {
 
 func (x *Condition) Reset() {
 	*x = Condition{}
-	mi := &file_sandbox_v1_sandbox_proto_msgTypes[4]
+	mi := &file_sandbox_v1_sandbox_proto_msgTypes[5]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -414,7 +494,7 @@ func (x *Condition) String() string {
 func (*Condition) ProtoMessage() {}
 
 func (x *Condition) ProtoReflect() protoreflect.Message {
-	mi := &file_sandbox_v1_sandbox_proto_msgTypes[4]
+	mi := &file_sandbox_v1_sandbox_proto_msgTypes[5]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -427,7 +507,7 @@ func (x *Condition) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Condition.ProtoReflect.Descriptor instead.
 func (*Condition) Descriptor() ([]byte, []int) {
-	return file_sandbox_v1_sandbox_proto_rawDescGZIP(), []int{4}
+	return file_sandbox_v1_sandbox_proto_rawDescGZIP(), []int{5}
 }
 
 func (x *Condition) GetType() string {
@@ -485,7 +565,7 @@ type SandboxStatus struct {
 
 func (x *SandboxStatus) Reset() {
 	*x = SandboxStatus{}
-	mi := &file_sandbox_v1_sandbox_proto_msgTypes[5]
+	mi := &file_sandbox_v1_sandbox_proto_msgTypes[6]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -497,7 +577,7 @@ func (x *SandboxStatus) String() string {
 func (*SandboxStatus) ProtoMessage() {}
 
 func (x *SandboxStatus) ProtoReflect() protoreflect.Message {
-	mi := &file_sandbox_v1_sandbox_proto_msgTypes[5]
+	mi := &file_sandbox_v1_sandbox_proto_msgTypes[6]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -510,7 +590,7 @@ func (x *SandboxStatus) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SandboxStatus.ProtoReflect.Descriptor instead.
 func (*SandboxStatus) Descriptor() ([]byte, []int) {
-	return file_sandbox_v1_sandbox_proto_rawDescGZIP(), []int{5}
+	return file_sandbox_v1_sandbox_proto_rawDescGZIP(), []int{6}
 }
 
 func (x *SandboxStatus) GetPhase() string {
@@ -616,7 +696,7 @@ type Sandbox struct {
 
 func (x *Sandbox) Reset() {
 	*x = Sandbox{}
-	mi := &file_sandbox_v1_sandbox_proto_msgTypes[6]
+	mi := &file_sandbox_v1_sandbox_proto_msgTypes[7]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -628,7 +708,7 @@ func (x *Sandbox) String() string {
 func (*Sandbox) ProtoMessage() {}
 
 func (x *Sandbox) ProtoReflect() protoreflect.Message {
-	mi := &file_sandbox_v1_sandbox_proto_msgTypes[6]
+	mi := &file_sandbox_v1_sandbox_proto_msgTypes[7]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -641,7 +721,7 @@ func (x *Sandbox) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Sandbox.ProtoReflect.Descriptor instead.
 func (*Sandbox) Descriptor() ([]byte, []int) {
-	return file_sandbox_v1_sandbox_proto_rawDescGZIP(), []int{6}
+	return file_sandbox_v1_sandbox_proto_rawDescGZIP(), []int{7}
 }
 
 func (x *Sandbox) GetNamespace() string {
@@ -734,7 +814,7 @@ type CreateSandboxRequest struct {
 
 func (x *CreateSandboxRequest) Reset() {
 	*x = CreateSandboxRequest{}
-	mi := &file_sandbox_v1_sandbox_proto_msgTypes[7]
+	mi := &file_sandbox_v1_sandbox_proto_msgTypes[8]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -746,7 +826,7 @@ func (x *CreateSandboxRequest) String() string {
 func (*CreateSandboxRequest) ProtoMessage() {}
 
 func (x *CreateSandboxRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_sandbox_v1_sandbox_proto_msgTypes[7]
+	mi := &file_sandbox_v1_sandbox_proto_msgTypes[8]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -759,7 +839,7 @@ func (x *CreateSandboxRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CreateSandboxRequest.ProtoReflect.Descriptor instead.
 func (*CreateSandboxRequest) Descriptor() ([]byte, []int) {
-	return file_sandbox_v1_sandbox_proto_rawDescGZIP(), []int{7}
+	return file_sandbox_v1_sandbox_proto_rawDescGZIP(), []int{8}
 }
 
 func (x *CreateSandboxRequest) GetSandbox() *Sandbox {
@@ -785,7 +865,7 @@ type GetSandboxRequest struct {
 
 func (x *GetSandboxRequest) Reset() {
 	*x = GetSandboxRequest{}
-	mi := &file_sandbox_v1_sandbox_proto_msgTypes[8]
+	mi := &file_sandbox_v1_sandbox_proto_msgTypes[9]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -797,7 +877,7 @@ func (x *GetSandboxRequest) String() string {
 func (*GetSandboxRequest) ProtoMessage() {}
 
 func (x *GetSandboxRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_sandbox_v1_sandbox_proto_msgTypes[8]
+	mi := &file_sandbox_v1_sandbox_proto_msgTypes[9]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -810,7 +890,7 @@ func (x *GetSandboxRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetSandboxRequest.ProtoReflect.Descriptor instead.
 func (*GetSandboxRequest) Descriptor() ([]byte, []int) {
-	return file_sandbox_v1_sandbox_proto_rawDescGZIP(), []int{8}
+	return file_sandbox_v1_sandbox_proto_rawDescGZIP(), []int{9}
 }
 
 func (x *GetSandboxRequest) GetSandbox() *SandboxRef {
@@ -835,7 +915,7 @@ type ListSandboxesRequest struct {
 
 func (x *ListSandboxesRequest) Reset() {
 	*x = ListSandboxesRequest{}
-	mi := &file_sandbox_v1_sandbox_proto_msgTypes[9]
+	mi := &file_sandbox_v1_sandbox_proto_msgTypes[10]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -847,7 +927,7 @@ func (x *ListSandboxesRequest) String() string {
 func (*ListSandboxesRequest) ProtoMessage() {}
 
 func (x *ListSandboxesRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_sandbox_v1_sandbox_proto_msgTypes[9]
+	mi := &file_sandbox_v1_sandbox_proto_msgTypes[10]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -860,7 +940,7 @@ func (x *ListSandboxesRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListSandboxesRequest.ProtoReflect.Descriptor instead.
 func (*ListSandboxesRequest) Descriptor() ([]byte, []int) {
-	return file_sandbox_v1_sandbox_proto_rawDescGZIP(), []int{9}
+	return file_sandbox_v1_sandbox_proto_rawDescGZIP(), []int{10}
 }
 
 func (x *ListSandboxesRequest) GetNamespace() string {
@@ -901,7 +981,7 @@ type ListSandboxesResponse struct {
 
 func (x *ListSandboxesResponse) Reset() {
 	*x = ListSandboxesResponse{}
-	mi := &file_sandbox_v1_sandbox_proto_msgTypes[10]
+	mi := &file_sandbox_v1_sandbox_proto_msgTypes[11]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -913,7 +993,7 @@ func (x *ListSandboxesResponse) String() string {
 func (*ListSandboxesResponse) ProtoMessage() {}
 
 func (x *ListSandboxesResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_sandbox_v1_sandbox_proto_msgTypes[10]
+	mi := &file_sandbox_v1_sandbox_proto_msgTypes[11]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -926,7 +1006,7 @@ func (x *ListSandboxesResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListSandboxesResponse.ProtoReflect.Descriptor instead.
 func (*ListSandboxesResponse) Descriptor() ([]byte, []int) {
-	return file_sandbox_v1_sandbox_proto_rawDescGZIP(), []int{10}
+	return file_sandbox_v1_sandbox_proto_rawDescGZIP(), []int{11}
 }
 
 func (x *ListSandboxesResponse) GetSandboxes() []*Sandbox {
@@ -953,7 +1033,7 @@ type DeleteSandboxRequest struct {
 
 func (x *DeleteSandboxRequest) Reset() {
 	*x = DeleteSandboxRequest{}
-	mi := &file_sandbox_v1_sandbox_proto_msgTypes[11]
+	mi := &file_sandbox_v1_sandbox_proto_msgTypes[12]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -965,7 +1045,7 @@ func (x *DeleteSandboxRequest) String() string {
 func (*DeleteSandboxRequest) ProtoMessage() {}
 
 func (x *DeleteSandboxRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_sandbox_v1_sandbox_proto_msgTypes[11]
+	mi := &file_sandbox_v1_sandbox_proto_msgTypes[12]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -978,7 +1058,7 @@ func (x *DeleteSandboxRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DeleteSandboxRequest.ProtoReflect.Descriptor instead.
 func (*DeleteSandboxRequest) Descriptor() ([]byte, []int) {
-	return file_sandbox_v1_sandbox_proto_rawDescGZIP(), []int{11}
+	return file_sandbox_v1_sandbox_proto_rawDescGZIP(), []int{12}
 }
 
 func (x *DeleteSandboxRequest) GetSandbox() *SandboxRef {
@@ -1003,7 +1083,7 @@ type DeleteSandboxResponse struct {
 
 func (x *DeleteSandboxResponse) Reset() {
 	*x = DeleteSandboxResponse{}
-	mi := &file_sandbox_v1_sandbox_proto_msgTypes[12]
+	mi := &file_sandbox_v1_sandbox_proto_msgTypes[13]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1015,7 +1095,7 @@ func (x *DeleteSandboxResponse) String() string {
 func (*DeleteSandboxResponse) ProtoMessage() {}
 
 func (x *DeleteSandboxResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_sandbox_v1_sandbox_proto_msgTypes[12]
+	mi := &file_sandbox_v1_sandbox_proto_msgTypes[13]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1028,7 +1108,7 @@ func (x *DeleteSandboxResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DeleteSandboxResponse.ProtoReflect.Descriptor instead.
 func (*DeleteSandboxResponse) Descriptor() ([]byte, []int) {
-	return file_sandbox_v1_sandbox_proto_rawDescGZIP(), []int{12}
+	return file_sandbox_v1_sandbox_proto_rawDescGZIP(), []int{13}
 }
 
 type PauseSandboxRequest struct {
@@ -1043,7 +1123,7 @@ type PauseSandboxRequest struct {
 
 func (x *PauseSandboxRequest) Reset() {
 	*x = PauseSandboxRequest{}
-	mi := &file_sandbox_v1_sandbox_proto_msgTypes[13]
+	mi := &file_sandbox_v1_sandbox_proto_msgTypes[14]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1055,7 +1135,7 @@ func (x *PauseSandboxRequest) String() string {
 func (*PauseSandboxRequest) ProtoMessage() {}
 
 func (x *PauseSandboxRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_sandbox_v1_sandbox_proto_msgTypes[13]
+	mi := &file_sandbox_v1_sandbox_proto_msgTypes[14]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1068,7 +1148,7 @@ func (x *PauseSandboxRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PauseSandboxRequest.ProtoReflect.Descriptor instead.
 func (*PauseSandboxRequest) Descriptor() ([]byte, []int) {
-	return file_sandbox_v1_sandbox_proto_rawDescGZIP(), []int{13}
+	return file_sandbox_v1_sandbox_proto_rawDescGZIP(), []int{14}
 }
 
 func (x *PauseSandboxRequest) GetSandbox() *SandboxRef {
@@ -1103,7 +1183,7 @@ type WatchSandboxesRequest struct {
 
 func (x *WatchSandboxesRequest) Reset() {
 	*x = WatchSandboxesRequest{}
-	mi := &file_sandbox_v1_sandbox_proto_msgTypes[14]
+	mi := &file_sandbox_v1_sandbox_proto_msgTypes[15]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1115,7 +1195,7 @@ func (x *WatchSandboxesRequest) String() string {
 func (*WatchSandboxesRequest) ProtoMessage() {}
 
 func (x *WatchSandboxesRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_sandbox_v1_sandbox_proto_msgTypes[14]
+	mi := &file_sandbox_v1_sandbox_proto_msgTypes[15]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1128,7 +1208,7 @@ func (x *WatchSandboxesRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WatchSandboxesRequest.ProtoReflect.Descriptor instead.
 func (*WatchSandboxesRequest) Descriptor() ([]byte, []int) {
-	return file_sandbox_v1_sandbox_proto_rawDescGZIP(), []int{14}
+	return file_sandbox_v1_sandbox_proto_rawDescGZIP(), []int{15}
 }
 
 func (x *WatchSandboxesRequest) GetNamespace() string {
@@ -1155,7 +1235,7 @@ type SandboxEvent struct {
 
 func (x *SandboxEvent) Reset() {
 	*x = SandboxEvent{}
-	mi := &file_sandbox_v1_sandbox_proto_msgTypes[15]
+	mi := &file_sandbox_v1_sandbox_proto_msgTypes[16]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1167,7 +1247,7 @@ func (x *SandboxEvent) String() string {
 func (*SandboxEvent) ProtoMessage() {}
 
 func (x *SandboxEvent) ProtoReflect() protoreflect.Message {
-	mi := &file_sandbox_v1_sandbox_proto_msgTypes[15]
+	mi := &file_sandbox_v1_sandbox_proto_msgTypes[16]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1180,7 +1260,7 @@ func (x *SandboxEvent) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SandboxEvent.ProtoReflect.Descriptor instead.
 func (*SandboxEvent) Descriptor() ([]byte, []int) {
-	return file_sandbox_v1_sandbox_proto_rawDescGZIP(), []int{15}
+	return file_sandbox_v1_sandbox_proto_rawDescGZIP(), []int{16}
 }
 
 func (x *SandboxEvent) GetType() SandboxEvent_Type {
@@ -1211,7 +1291,7 @@ type ExecStart struct {
 
 func (x *ExecStart) Reset() {
 	*x = ExecStart{}
-	mi := &file_sandbox_v1_sandbox_proto_msgTypes[16]
+	mi := &file_sandbox_v1_sandbox_proto_msgTypes[17]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1223,7 +1303,7 @@ func (x *ExecStart) String() string {
 func (*ExecStart) ProtoMessage() {}
 
 func (x *ExecStart) ProtoReflect() protoreflect.Message {
-	mi := &file_sandbox_v1_sandbox_proto_msgTypes[16]
+	mi := &file_sandbox_v1_sandbox_proto_msgTypes[17]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1236,7 +1316,7 @@ func (x *ExecStart) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ExecStart.ProtoReflect.Descriptor instead.
 func (*ExecStart) Descriptor() ([]byte, []int) {
-	return file_sandbox_v1_sandbox_proto_rawDescGZIP(), []int{16}
+	return file_sandbox_v1_sandbox_proto_rawDescGZIP(), []int{17}
 }
 
 func (x *ExecStart) GetSandbox() *SandboxRef {
@@ -1288,7 +1368,7 @@ type ExecRequest struct {
 
 func (x *ExecRequest) Reset() {
 	*x = ExecRequest{}
-	mi := &file_sandbox_v1_sandbox_proto_msgTypes[17]
+	mi := &file_sandbox_v1_sandbox_proto_msgTypes[18]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1300,7 +1380,7 @@ func (x *ExecRequest) String() string {
 func (*ExecRequest) ProtoMessage() {}
 
 func (x *ExecRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_sandbox_v1_sandbox_proto_msgTypes[17]
+	mi := &file_sandbox_v1_sandbox_proto_msgTypes[18]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1313,7 +1393,7 @@ func (x *ExecRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ExecRequest.ProtoReflect.Descriptor instead.
 func (*ExecRequest) Descriptor() ([]byte, []int) {
-	return file_sandbox_v1_sandbox_proto_rawDescGZIP(), []int{17}
+	return file_sandbox_v1_sandbox_proto_rawDescGZIP(), []int{18}
 }
 
 func (x *ExecRequest) GetMessage() isExecRequest_Message {
@@ -1387,7 +1467,7 @@ type ExecResponse struct {
 
 func (x *ExecResponse) Reset() {
 	*x = ExecResponse{}
-	mi := &file_sandbox_v1_sandbox_proto_msgTypes[18]
+	mi := &file_sandbox_v1_sandbox_proto_msgTypes[19]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1399,7 +1479,7 @@ func (x *ExecResponse) String() string {
 func (*ExecResponse) ProtoMessage() {}
 
 func (x *ExecResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_sandbox_v1_sandbox_proto_msgTypes[18]
+	mi := &file_sandbox_v1_sandbox_proto_msgTypes[19]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1412,7 +1492,7 @@ func (x *ExecResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ExecResponse.ProtoReflect.Descriptor instead.
 func (*ExecResponse) Descriptor() ([]byte, []int) {
-	return file_sandbox_v1_sandbox_proto_rawDescGZIP(), []int{18}
+	return file_sandbox_v1_sandbox_proto_rawDescGZIP(), []int{19}
 }
 
 func (x *ExecResponse) GetMessage() isExecResponse_Message {
@@ -1484,7 +1564,7 @@ type LogsRequest struct {
 
 func (x *LogsRequest) Reset() {
 	*x = LogsRequest{}
-	mi := &file_sandbox_v1_sandbox_proto_msgTypes[19]
+	mi := &file_sandbox_v1_sandbox_proto_msgTypes[20]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1496,7 +1576,7 @@ func (x *LogsRequest) String() string {
 func (*LogsRequest) ProtoMessage() {}
 
 func (x *LogsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_sandbox_v1_sandbox_proto_msgTypes[19]
+	mi := &file_sandbox_v1_sandbox_proto_msgTypes[20]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1509,7 +1589,7 @@ func (x *LogsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use LogsRequest.ProtoReflect.Descriptor instead.
 func (*LogsRequest) Descriptor() ([]byte, []int) {
-	return file_sandbox_v1_sandbox_proto_rawDescGZIP(), []int{19}
+	return file_sandbox_v1_sandbox_proto_rawDescGZIP(), []int{20}
 }
 
 func (x *LogsRequest) GetSandbox() *SandboxRef {
@@ -1547,7 +1627,7 @@ type LogEntry struct {
 
 func (x *LogEntry) Reset() {
 	*x = LogEntry{}
-	mi := &file_sandbox_v1_sandbox_proto_msgTypes[20]
+	mi := &file_sandbox_v1_sandbox_proto_msgTypes[21]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1559,7 +1639,7 @@ func (x *LogEntry) String() string {
 func (*LogEntry) ProtoMessage() {}
 
 func (x *LogEntry) ProtoReflect() protoreflect.Message {
-	mi := &file_sandbox_v1_sandbox_proto_msgTypes[20]
+	mi := &file_sandbox_v1_sandbox_proto_msgTypes[21]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1572,7 +1652,7 @@ func (x *LogEntry) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use LogEntry.ProtoReflect.Descriptor instead.
 func (*LogEntry) Descriptor() ([]byte, []int) {
-	return file_sandbox_v1_sandbox_proto_rawDescGZIP(), []int{20}
+	return file_sandbox_v1_sandbox_proto_rawDescGZIP(), []int{21}
 }
 
 func (x *LogEntry) GetTime() *timestamppb.Timestamp {
@@ -1614,7 +1694,7 @@ type Image struct {
 
 func (x *Image) Reset() {
 	*x = Image{}
-	mi := &file_sandbox_v1_sandbox_proto_msgTypes[21]
+	mi := &file_sandbox_v1_sandbox_proto_msgTypes[22]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1626,7 +1706,7 @@ func (x *Image) String() string {
 func (*Image) ProtoMessage() {}
 
 func (x *Image) ProtoReflect() protoreflect.Message {
-	mi := &file_sandbox_v1_sandbox_proto_msgTypes[21]
+	mi := &file_sandbox_v1_sandbox_proto_msgTypes[22]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1639,7 +1719,7 @@ func (x *Image) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Image.ProtoReflect.Descriptor instead.
 func (*Image) Descriptor() ([]byte, []int) {
-	return file_sandbox_v1_sandbox_proto_rawDescGZIP(), []int{21}
+	return file_sandbox_v1_sandbox_proto_rawDescGZIP(), []int{22}
 }
 
 func (x *Image) GetName() string {
@@ -1672,7 +1752,7 @@ type ImportImageRequest struct {
 
 func (x *ImportImageRequest) Reset() {
 	*x = ImportImageRequest{}
-	mi := &file_sandbox_v1_sandbox_proto_msgTypes[22]
+	mi := &file_sandbox_v1_sandbox_proto_msgTypes[23]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1684,7 +1764,7 @@ func (x *ImportImageRequest) String() string {
 func (*ImportImageRequest) ProtoMessage() {}
 
 func (x *ImportImageRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_sandbox_v1_sandbox_proto_msgTypes[22]
+	mi := &file_sandbox_v1_sandbox_proto_msgTypes[23]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1697,7 +1777,7 @@ func (x *ImportImageRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ImportImageRequest.ProtoReflect.Descriptor instead.
 func (*ImportImageRequest) Descriptor() ([]byte, []int) {
-	return file_sandbox_v1_sandbox_proto_rawDescGZIP(), []int{22}
+	return file_sandbox_v1_sandbox_proto_rawDescGZIP(), []int{23}
 }
 
 func (x *ImportImageRequest) GetChunk() []byte {
@@ -1716,7 +1796,7 @@ type ImportImageResponse struct {
 
 func (x *ImportImageResponse) Reset() {
 	*x = ImportImageResponse{}
-	mi := &file_sandbox_v1_sandbox_proto_msgTypes[23]
+	mi := &file_sandbox_v1_sandbox_proto_msgTypes[24]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1728,7 +1808,7 @@ func (x *ImportImageResponse) String() string {
 func (*ImportImageResponse) ProtoMessage() {}
 
 func (x *ImportImageResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_sandbox_v1_sandbox_proto_msgTypes[23]
+	mi := &file_sandbox_v1_sandbox_proto_msgTypes[24]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1741,7 +1821,7 @@ func (x *ImportImageResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ImportImageResponse.ProtoReflect.Descriptor instead.
 func (*ImportImageResponse) Descriptor() ([]byte, []int) {
-	return file_sandbox_v1_sandbox_proto_rawDescGZIP(), []int{23}
+	return file_sandbox_v1_sandbox_proto_rawDescGZIP(), []int{24}
 }
 
 func (x *ImportImageResponse) GetImages() []*Image {
@@ -1760,7 +1840,7 @@ type PullImageRequest struct {
 
 func (x *PullImageRequest) Reset() {
 	*x = PullImageRequest{}
-	mi := &file_sandbox_v1_sandbox_proto_msgTypes[24]
+	mi := &file_sandbox_v1_sandbox_proto_msgTypes[25]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1772,7 +1852,7 @@ func (x *PullImageRequest) String() string {
 func (*PullImageRequest) ProtoMessage() {}
 
 func (x *PullImageRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_sandbox_v1_sandbox_proto_msgTypes[24]
+	mi := &file_sandbox_v1_sandbox_proto_msgTypes[25]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1785,7 +1865,7 @@ func (x *PullImageRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PullImageRequest.ProtoReflect.Descriptor instead.
 func (*PullImageRequest) Descriptor() ([]byte, []int) {
-	return file_sandbox_v1_sandbox_proto_rawDescGZIP(), []int{24}
+	return file_sandbox_v1_sandbox_proto_rawDescGZIP(), []int{25}
 }
 
 func (x *PullImageRequest) GetName() string {
@@ -1803,7 +1883,7 @@ type ListImagesRequest struct {
 
 func (x *ListImagesRequest) Reset() {
 	*x = ListImagesRequest{}
-	mi := &file_sandbox_v1_sandbox_proto_msgTypes[25]
+	mi := &file_sandbox_v1_sandbox_proto_msgTypes[26]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1815,7 +1895,7 @@ func (x *ListImagesRequest) String() string {
 func (*ListImagesRequest) ProtoMessage() {}
 
 func (x *ListImagesRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_sandbox_v1_sandbox_proto_msgTypes[25]
+	mi := &file_sandbox_v1_sandbox_proto_msgTypes[26]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1828,7 +1908,7 @@ func (x *ListImagesRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListImagesRequest.ProtoReflect.Descriptor instead.
 func (*ListImagesRequest) Descriptor() ([]byte, []int) {
-	return file_sandbox_v1_sandbox_proto_rawDescGZIP(), []int{25}
+	return file_sandbox_v1_sandbox_proto_rawDescGZIP(), []int{26}
 }
 
 type ListImagesResponse struct {
@@ -1840,7 +1920,7 @@ type ListImagesResponse struct {
 
 func (x *ListImagesResponse) Reset() {
 	*x = ListImagesResponse{}
-	mi := &file_sandbox_v1_sandbox_proto_msgTypes[26]
+	mi := &file_sandbox_v1_sandbox_proto_msgTypes[27]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1852,7 +1932,7 @@ func (x *ListImagesResponse) String() string {
 func (*ListImagesResponse) ProtoMessage() {}
 
 func (x *ListImagesResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_sandbox_v1_sandbox_proto_msgTypes[26]
+	mi := &file_sandbox_v1_sandbox_proto_msgTypes[27]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1865,7 +1945,7 @@ func (x *ListImagesResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListImagesResponse.ProtoReflect.Descriptor instead.
 func (*ListImagesResponse) Descriptor() ([]byte, []int) {
-	return file_sandbox_v1_sandbox_proto_rawDescGZIP(), []int{26}
+	return file_sandbox_v1_sandbox_proto_rawDescGZIP(), []int{27}
 }
 
 func (x *ListImagesResponse) GetImages() []*Image {
@@ -1883,7 +1963,7 @@ type DoctorRequest struct {
 
 func (x *DoctorRequest) Reset() {
 	*x = DoctorRequest{}
-	mi := &file_sandbox_v1_sandbox_proto_msgTypes[27]
+	mi := &file_sandbox_v1_sandbox_proto_msgTypes[28]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1895,7 +1975,7 @@ func (x *DoctorRequest) String() string {
 func (*DoctorRequest) ProtoMessage() {}
 
 func (x *DoctorRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_sandbox_v1_sandbox_proto_msgTypes[27]
+	mi := &file_sandbox_v1_sandbox_proto_msgTypes[28]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1908,7 +1988,7 @@ func (x *DoctorRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DoctorRequest.ProtoReflect.Descriptor instead.
 func (*DoctorRequest) Descriptor() ([]byte, []int) {
-	return file_sandbox_v1_sandbox_proto_rawDescGZIP(), []int{27}
+	return file_sandbox_v1_sandbox_proto_rawDescGZIP(), []int{28}
 }
 
 type DoctorCheck struct {
@@ -1925,7 +2005,7 @@ type DoctorCheck struct {
 
 func (x *DoctorCheck) Reset() {
 	*x = DoctorCheck{}
-	mi := &file_sandbox_v1_sandbox_proto_msgTypes[28]
+	mi := &file_sandbox_v1_sandbox_proto_msgTypes[29]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1937,7 +2017,7 @@ func (x *DoctorCheck) String() string {
 func (*DoctorCheck) ProtoMessage() {}
 
 func (x *DoctorCheck) ProtoReflect() protoreflect.Message {
-	mi := &file_sandbox_v1_sandbox_proto_msgTypes[28]
+	mi := &file_sandbox_v1_sandbox_proto_msgTypes[29]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1950,7 +2030,7 @@ func (x *DoctorCheck) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DoctorCheck.ProtoReflect.Descriptor instead.
 func (*DoctorCheck) Descriptor() ([]byte, []int) {
-	return file_sandbox_v1_sandbox_proto_rawDescGZIP(), []int{28}
+	return file_sandbox_v1_sandbox_proto_rawDescGZIP(), []int{29}
 }
 
 func (x *DoctorCheck) GetName() string {
@@ -1990,7 +2070,7 @@ type DoctorResponse struct {
 
 func (x *DoctorResponse) Reset() {
 	*x = DoctorResponse{}
-	mi := &file_sandbox_v1_sandbox_proto_msgTypes[29]
+	mi := &file_sandbox_v1_sandbox_proto_msgTypes[30]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2002,7 +2082,7 @@ func (x *DoctorResponse) String() string {
 func (*DoctorResponse) ProtoMessage() {}
 
 func (x *DoctorResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_sandbox_v1_sandbox_proto_msgTypes[29]
+	mi := &file_sandbox_v1_sandbox_proto_msgTypes[30]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2015,7 +2095,7 @@ func (x *DoctorResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DoctorResponse.ProtoReflect.Descriptor instead.
 func (*DoctorResponse) Descriptor() ([]byte, []int) {
-	return file_sandbox_v1_sandbox_proto_rawDescGZIP(), []int{29}
+	return file_sandbox_v1_sandbox_proto_rawDescGZIP(), []int{30}
 }
 
 func (x *DoctorResponse) GetChecks() []*DoctorCheck {
@@ -2045,7 +2125,7 @@ const file_sandbox_v1_sandbox_proto_rawDesc = "" +
 	"\vVolumeMount\x12\x16\n" +
 	"\x06source\x18\x01 \x01(\tR\x06source\x12\x16\n" +
 	"\x06target\x18\x02 \x01(\tR\x06target\x12\x12\n" +
-	"\x04mode\x18\x03 \x01(\tR\x04mode\"\xb3\x04\n" +
+	"\x04mode\x18\x03 \x01(\tR\x04mode\"\x87\x05\n" +
 	"\vSandboxSpec\x12\x14\n" +
 	"\x05group\x18\x01 \x01(\tR\x05group\x12\x1b\n" +
 	"\tsub_group\x18\x02 \x01(\tR\bsubGroup\x12\x1b\n" +
@@ -2062,7 +2142,13 @@ const file_sandbox_v1_sandbox_proto_rawDesc = "" +
 	"\rvolume_mounts\x18\v \x03(\v2\x1c.flux.sandbox.v1.VolumeMountR\fvolumeMounts\x12G\n" +
 	"\x0fdynamic_volumes\x18\f \x03(\v2\x1e.flux.sandbox.v1.DynamicVolumeR\x0edynamicVolumes\x12?\n" +
 	"\rshutdown_time\x18\r \x01(\v2\x1a.google.protobuf.TimestampR\fshutdownTime\x12\x16\n" +
-	"\x06paused\x18\x0e \x01(\bR\x06paused\"\xb7\x01\n" +
+	"\x06paused\x18\x0e \x01(\bR\x06paused\x12\x1a\n" +
+	"\btemplate\x18\x0f \x01(\tR\btemplate\x126\n" +
+	"\apod_ref\x18\x10 \x01(\v2\x1d.flux.sandbox.v1.PodReferenceR\x06podRef\"R\n" +
+	"\fPodReference\x12\x12\n" +
+	"\x04name\x18\x01 \x01(\tR\x04name\x12\x10\n" +
+	"\x03uid\x18\x02 \x01(\tR\x03uid\x12\x1c\n" +
+	"\tcontainer\x18\x03 \x01(\tR\tcontainer\"\xb7\x01\n" +
 	"\tCondition\x12\x12\n" +
 	"\x04type\x18\x01 \x01(\tR\x04type\x12\x16\n" +
 	"\x06status\x18\x02 \x01(\tR\x06status\x12\x16\n" +
@@ -2222,111 +2308,113 @@ func file_sandbox_v1_sandbox_proto_rawDescGZIP() []byte {
 }
 
 var file_sandbox_v1_sandbox_proto_enumTypes = make([]protoimpl.EnumInfo, 1)
-var file_sandbox_v1_sandbox_proto_msgTypes = make([]protoimpl.MessageInfo, 34)
+var file_sandbox_v1_sandbox_proto_msgTypes = make([]protoimpl.MessageInfo, 35)
 var file_sandbox_v1_sandbox_proto_goTypes = []any{
 	(SandboxEvent_Type)(0),        // 0: flux.sandbox.v1.SandboxEvent.Type
 	(*EnvVar)(nil),                // 1: flux.sandbox.v1.EnvVar
 	(*Resources)(nil),             // 2: flux.sandbox.v1.Resources
 	(*VolumeMount)(nil),           // 3: flux.sandbox.v1.VolumeMount
 	(*SandboxSpec)(nil),           // 4: flux.sandbox.v1.SandboxSpec
-	(*Condition)(nil),             // 5: flux.sandbox.v1.Condition
-	(*SandboxStatus)(nil),         // 6: flux.sandbox.v1.SandboxStatus
-	(*Sandbox)(nil),               // 7: flux.sandbox.v1.Sandbox
-	(*CreateSandboxRequest)(nil),  // 8: flux.sandbox.v1.CreateSandboxRequest
-	(*GetSandboxRequest)(nil),     // 9: flux.sandbox.v1.GetSandboxRequest
-	(*ListSandboxesRequest)(nil),  // 10: flux.sandbox.v1.ListSandboxesRequest
-	(*ListSandboxesResponse)(nil), // 11: flux.sandbox.v1.ListSandboxesResponse
-	(*DeleteSandboxRequest)(nil),  // 12: flux.sandbox.v1.DeleteSandboxRequest
-	(*DeleteSandboxResponse)(nil), // 13: flux.sandbox.v1.DeleteSandboxResponse
-	(*PauseSandboxRequest)(nil),   // 14: flux.sandbox.v1.PauseSandboxRequest
-	(*WatchSandboxesRequest)(nil), // 15: flux.sandbox.v1.WatchSandboxesRequest
-	(*SandboxEvent)(nil),          // 16: flux.sandbox.v1.SandboxEvent
-	(*ExecStart)(nil),             // 17: flux.sandbox.v1.ExecStart
-	(*ExecRequest)(nil),           // 18: flux.sandbox.v1.ExecRequest
-	(*ExecResponse)(nil),          // 19: flux.sandbox.v1.ExecResponse
-	(*LogsRequest)(nil),           // 20: flux.sandbox.v1.LogsRequest
-	(*LogEntry)(nil),              // 21: flux.sandbox.v1.LogEntry
-	(*Image)(nil),                 // 22: flux.sandbox.v1.Image
-	(*ImportImageRequest)(nil),    // 23: flux.sandbox.v1.ImportImageRequest
-	(*ImportImageResponse)(nil),   // 24: flux.sandbox.v1.ImportImageResponse
-	(*PullImageRequest)(nil),      // 25: flux.sandbox.v1.PullImageRequest
-	(*ListImagesRequest)(nil),     // 26: flux.sandbox.v1.ListImagesRequest
-	(*ListImagesResponse)(nil),    // 27: flux.sandbox.v1.ListImagesResponse
-	(*DoctorRequest)(nil),         // 28: flux.sandbox.v1.DoctorRequest
-	(*DoctorCheck)(nil),           // 29: flux.sandbox.v1.DoctorCheck
-	(*DoctorResponse)(nil),        // 30: flux.sandbox.v1.DoctorResponse
-	nil,                           // 31: flux.sandbox.v1.Resources.LimitsEntry
-	nil,                           // 32: flux.sandbox.v1.Resources.RequestsEntry
-	nil,                           // 33: flux.sandbox.v1.Sandbox.LabelsEntry
-	nil,                           // 34: flux.sandbox.v1.Sandbox.AnnotationsEntry
-	(*DynamicVolume)(nil),         // 35: flux.sandbox.v1.DynamicVolume
-	(*timestamppb.Timestamp)(nil), // 36: google.protobuf.Timestamp
-	(*VolumeStatus)(nil),          // 37: flux.sandbox.v1.VolumeStatus
-	(*SandboxRef)(nil),            // 38: flux.sandbox.v1.SandboxRef
+	(*PodReference)(nil),          // 5: flux.sandbox.v1.PodReference
+	(*Condition)(nil),             // 6: flux.sandbox.v1.Condition
+	(*SandboxStatus)(nil),         // 7: flux.sandbox.v1.SandboxStatus
+	(*Sandbox)(nil),               // 8: flux.sandbox.v1.Sandbox
+	(*CreateSandboxRequest)(nil),  // 9: flux.sandbox.v1.CreateSandboxRequest
+	(*GetSandboxRequest)(nil),     // 10: flux.sandbox.v1.GetSandboxRequest
+	(*ListSandboxesRequest)(nil),  // 11: flux.sandbox.v1.ListSandboxesRequest
+	(*ListSandboxesResponse)(nil), // 12: flux.sandbox.v1.ListSandboxesResponse
+	(*DeleteSandboxRequest)(nil),  // 13: flux.sandbox.v1.DeleteSandboxRequest
+	(*DeleteSandboxResponse)(nil), // 14: flux.sandbox.v1.DeleteSandboxResponse
+	(*PauseSandboxRequest)(nil),   // 15: flux.sandbox.v1.PauseSandboxRequest
+	(*WatchSandboxesRequest)(nil), // 16: flux.sandbox.v1.WatchSandboxesRequest
+	(*SandboxEvent)(nil),          // 17: flux.sandbox.v1.SandboxEvent
+	(*ExecStart)(nil),             // 18: flux.sandbox.v1.ExecStart
+	(*ExecRequest)(nil),           // 19: flux.sandbox.v1.ExecRequest
+	(*ExecResponse)(nil),          // 20: flux.sandbox.v1.ExecResponse
+	(*LogsRequest)(nil),           // 21: flux.sandbox.v1.LogsRequest
+	(*LogEntry)(nil),              // 22: flux.sandbox.v1.LogEntry
+	(*Image)(nil),                 // 23: flux.sandbox.v1.Image
+	(*ImportImageRequest)(nil),    // 24: flux.sandbox.v1.ImportImageRequest
+	(*ImportImageResponse)(nil),   // 25: flux.sandbox.v1.ImportImageResponse
+	(*PullImageRequest)(nil),      // 26: flux.sandbox.v1.PullImageRequest
+	(*ListImagesRequest)(nil),     // 27: flux.sandbox.v1.ListImagesRequest
+	(*ListImagesResponse)(nil),    // 28: flux.sandbox.v1.ListImagesResponse
+	(*DoctorRequest)(nil),         // 29: flux.sandbox.v1.DoctorRequest
+	(*DoctorCheck)(nil),           // 30: flux.sandbox.v1.DoctorCheck
+	(*DoctorResponse)(nil),        // 31: flux.sandbox.v1.DoctorResponse
+	nil,                           // 32: flux.sandbox.v1.Resources.LimitsEntry
+	nil,                           // 33: flux.sandbox.v1.Resources.RequestsEntry
+	nil,                           // 34: flux.sandbox.v1.Sandbox.LabelsEntry
+	nil,                           // 35: flux.sandbox.v1.Sandbox.AnnotationsEntry
+	(*DynamicVolume)(nil),         // 36: flux.sandbox.v1.DynamicVolume
+	(*timestamppb.Timestamp)(nil), // 37: google.protobuf.Timestamp
+	(*VolumeStatus)(nil),          // 38: flux.sandbox.v1.VolumeStatus
+	(*SandboxRef)(nil),            // 39: flux.sandbox.v1.SandboxRef
 }
 var file_sandbox_v1_sandbox_proto_depIdxs = []int32{
-	31, // 0: flux.sandbox.v1.Resources.limits:type_name -> flux.sandbox.v1.Resources.LimitsEntry
-	32, // 1: flux.sandbox.v1.Resources.requests:type_name -> flux.sandbox.v1.Resources.RequestsEntry
+	32, // 0: flux.sandbox.v1.Resources.limits:type_name -> flux.sandbox.v1.Resources.LimitsEntry
+	33, // 1: flux.sandbox.v1.Resources.requests:type_name -> flux.sandbox.v1.Resources.RequestsEntry
 	1,  // 2: flux.sandbox.v1.SandboxSpec.env:type_name -> flux.sandbox.v1.EnvVar
 	2,  // 3: flux.sandbox.v1.SandboxSpec.resources:type_name -> flux.sandbox.v1.Resources
 	3,  // 4: flux.sandbox.v1.SandboxSpec.volume_mounts:type_name -> flux.sandbox.v1.VolumeMount
-	35, // 5: flux.sandbox.v1.SandboxSpec.dynamic_volumes:type_name -> flux.sandbox.v1.DynamicVolume
-	36, // 6: flux.sandbox.v1.SandboxSpec.shutdown_time:type_name -> google.protobuf.Timestamp
-	36, // 7: flux.sandbox.v1.Condition.last_transition_time:type_name -> google.protobuf.Timestamp
-	36, // 8: flux.sandbox.v1.SandboxStatus.start_time:type_name -> google.protobuf.Timestamp
-	5,  // 9: flux.sandbox.v1.SandboxStatus.conditions:type_name -> flux.sandbox.v1.Condition
-	37, // 10: flux.sandbox.v1.SandboxStatus.volumes:type_name -> flux.sandbox.v1.VolumeStatus
-	36, // 11: flux.sandbox.v1.Sandbox.creation_time:type_name -> google.protobuf.Timestamp
-	36, // 12: flux.sandbox.v1.Sandbox.deletion_time:type_name -> google.protobuf.Timestamp
-	33, // 13: flux.sandbox.v1.Sandbox.labels:type_name -> flux.sandbox.v1.Sandbox.LabelsEntry
-	34, // 14: flux.sandbox.v1.Sandbox.annotations:type_name -> flux.sandbox.v1.Sandbox.AnnotationsEntry
-	4,  // 15: flux.sandbox.v1.Sandbox.spec:type_name -> flux.sandbox.v1.SandboxSpec
-	6,  // 16: flux.sandbox.v1.Sandbox.status:type_name -> flux.sandbox.v1.SandboxStatus
-	7,  // 17: flux.sandbox.v1.CreateSandboxRequest.sandbox:type_name -> flux.sandbox.v1.Sandbox
-	38, // 18: flux.sandbox.v1.GetSandboxRequest.sandbox:type_name -> flux.sandbox.v1.SandboxRef
-	7,  // 19: flux.sandbox.v1.ListSandboxesResponse.sandboxes:type_name -> flux.sandbox.v1.Sandbox
-	38, // 20: flux.sandbox.v1.DeleteSandboxRequest.sandbox:type_name -> flux.sandbox.v1.SandboxRef
-	38, // 21: flux.sandbox.v1.PauseSandboxRequest.sandbox:type_name -> flux.sandbox.v1.SandboxRef
-	38, // 22: flux.sandbox.v1.WatchSandboxesRequest.sandbox:type_name -> flux.sandbox.v1.SandboxRef
-	0,  // 23: flux.sandbox.v1.SandboxEvent.type:type_name -> flux.sandbox.v1.SandboxEvent.Type
-	7,  // 24: flux.sandbox.v1.SandboxEvent.sandbox:type_name -> flux.sandbox.v1.Sandbox
-	38, // 25: flux.sandbox.v1.ExecStart.sandbox:type_name -> flux.sandbox.v1.SandboxRef
-	1,  // 26: flux.sandbox.v1.ExecStart.env:type_name -> flux.sandbox.v1.EnvVar
-	17, // 27: flux.sandbox.v1.ExecRequest.start:type_name -> flux.sandbox.v1.ExecStart
-	38, // 28: flux.sandbox.v1.LogsRequest.sandbox:type_name -> flux.sandbox.v1.SandboxRef
-	36, // 29: flux.sandbox.v1.LogEntry.time:type_name -> google.protobuf.Timestamp
-	22, // 30: flux.sandbox.v1.ImportImageResponse.images:type_name -> flux.sandbox.v1.Image
-	22, // 31: flux.sandbox.v1.ListImagesResponse.images:type_name -> flux.sandbox.v1.Image
-	29, // 32: flux.sandbox.v1.DoctorResponse.checks:type_name -> flux.sandbox.v1.DoctorCheck
-	8,  // 33: flux.sandbox.v1.SandboxService.CreateSandbox:input_type -> flux.sandbox.v1.CreateSandboxRequest
-	9,  // 34: flux.sandbox.v1.SandboxService.GetSandbox:input_type -> flux.sandbox.v1.GetSandboxRequest
-	10, // 35: flux.sandbox.v1.SandboxService.ListSandboxes:input_type -> flux.sandbox.v1.ListSandboxesRequest
-	12, // 36: flux.sandbox.v1.SandboxService.DeleteSandbox:input_type -> flux.sandbox.v1.DeleteSandboxRequest
-	14, // 37: flux.sandbox.v1.SandboxService.PauseSandbox:input_type -> flux.sandbox.v1.PauseSandboxRequest
-	15, // 38: flux.sandbox.v1.SandboxService.WatchSandboxes:input_type -> flux.sandbox.v1.WatchSandboxesRequest
-	18, // 39: flux.sandbox.v1.SandboxService.Exec:input_type -> flux.sandbox.v1.ExecRequest
-	20, // 40: flux.sandbox.v1.SandboxService.Logs:input_type -> flux.sandbox.v1.LogsRequest
-	23, // 41: flux.sandbox.v1.ImageService.ImportImage:input_type -> flux.sandbox.v1.ImportImageRequest
-	26, // 42: flux.sandbox.v1.ImageService.ListImages:input_type -> flux.sandbox.v1.ListImagesRequest
-	25, // 43: flux.sandbox.v1.ImageService.PullImage:input_type -> flux.sandbox.v1.PullImageRequest
-	28, // 44: flux.sandbox.v1.NodeService.Doctor:input_type -> flux.sandbox.v1.DoctorRequest
-	7,  // 45: flux.sandbox.v1.SandboxService.CreateSandbox:output_type -> flux.sandbox.v1.Sandbox
-	7,  // 46: flux.sandbox.v1.SandboxService.GetSandbox:output_type -> flux.sandbox.v1.Sandbox
-	11, // 47: flux.sandbox.v1.SandboxService.ListSandboxes:output_type -> flux.sandbox.v1.ListSandboxesResponse
-	13, // 48: flux.sandbox.v1.SandboxService.DeleteSandbox:output_type -> flux.sandbox.v1.DeleteSandboxResponse
-	7,  // 49: flux.sandbox.v1.SandboxService.PauseSandbox:output_type -> flux.sandbox.v1.Sandbox
-	16, // 50: flux.sandbox.v1.SandboxService.WatchSandboxes:output_type -> flux.sandbox.v1.SandboxEvent
-	19, // 51: flux.sandbox.v1.SandboxService.Exec:output_type -> flux.sandbox.v1.ExecResponse
-	21, // 52: flux.sandbox.v1.SandboxService.Logs:output_type -> flux.sandbox.v1.LogEntry
-	24, // 53: flux.sandbox.v1.ImageService.ImportImage:output_type -> flux.sandbox.v1.ImportImageResponse
-	27, // 54: flux.sandbox.v1.ImageService.ListImages:output_type -> flux.sandbox.v1.ListImagesResponse
-	24, // 55: flux.sandbox.v1.ImageService.PullImage:output_type -> flux.sandbox.v1.ImportImageResponse
-	30, // 56: flux.sandbox.v1.NodeService.Doctor:output_type -> flux.sandbox.v1.DoctorResponse
-	45, // [45:57] is the sub-list for method output_type
-	33, // [33:45] is the sub-list for method input_type
-	33, // [33:33] is the sub-list for extension type_name
-	33, // [33:33] is the sub-list for extension extendee
-	0,  // [0:33] is the sub-list for field type_name
+	36, // 5: flux.sandbox.v1.SandboxSpec.dynamic_volumes:type_name -> flux.sandbox.v1.DynamicVolume
+	37, // 6: flux.sandbox.v1.SandboxSpec.shutdown_time:type_name -> google.protobuf.Timestamp
+	5,  // 7: flux.sandbox.v1.SandboxSpec.pod_ref:type_name -> flux.sandbox.v1.PodReference
+	37, // 8: flux.sandbox.v1.Condition.last_transition_time:type_name -> google.protobuf.Timestamp
+	37, // 9: flux.sandbox.v1.SandboxStatus.start_time:type_name -> google.protobuf.Timestamp
+	6,  // 10: flux.sandbox.v1.SandboxStatus.conditions:type_name -> flux.sandbox.v1.Condition
+	38, // 11: flux.sandbox.v1.SandboxStatus.volumes:type_name -> flux.sandbox.v1.VolumeStatus
+	37, // 12: flux.sandbox.v1.Sandbox.creation_time:type_name -> google.protobuf.Timestamp
+	37, // 13: flux.sandbox.v1.Sandbox.deletion_time:type_name -> google.protobuf.Timestamp
+	34, // 14: flux.sandbox.v1.Sandbox.labels:type_name -> flux.sandbox.v1.Sandbox.LabelsEntry
+	35, // 15: flux.sandbox.v1.Sandbox.annotations:type_name -> flux.sandbox.v1.Sandbox.AnnotationsEntry
+	4,  // 16: flux.sandbox.v1.Sandbox.spec:type_name -> flux.sandbox.v1.SandboxSpec
+	7,  // 17: flux.sandbox.v1.Sandbox.status:type_name -> flux.sandbox.v1.SandboxStatus
+	8,  // 18: flux.sandbox.v1.CreateSandboxRequest.sandbox:type_name -> flux.sandbox.v1.Sandbox
+	39, // 19: flux.sandbox.v1.GetSandboxRequest.sandbox:type_name -> flux.sandbox.v1.SandboxRef
+	8,  // 20: flux.sandbox.v1.ListSandboxesResponse.sandboxes:type_name -> flux.sandbox.v1.Sandbox
+	39, // 21: flux.sandbox.v1.DeleteSandboxRequest.sandbox:type_name -> flux.sandbox.v1.SandboxRef
+	39, // 22: flux.sandbox.v1.PauseSandboxRequest.sandbox:type_name -> flux.sandbox.v1.SandboxRef
+	39, // 23: flux.sandbox.v1.WatchSandboxesRequest.sandbox:type_name -> flux.sandbox.v1.SandboxRef
+	0,  // 24: flux.sandbox.v1.SandboxEvent.type:type_name -> flux.sandbox.v1.SandboxEvent.Type
+	8,  // 25: flux.sandbox.v1.SandboxEvent.sandbox:type_name -> flux.sandbox.v1.Sandbox
+	39, // 26: flux.sandbox.v1.ExecStart.sandbox:type_name -> flux.sandbox.v1.SandboxRef
+	1,  // 27: flux.sandbox.v1.ExecStart.env:type_name -> flux.sandbox.v1.EnvVar
+	18, // 28: flux.sandbox.v1.ExecRequest.start:type_name -> flux.sandbox.v1.ExecStart
+	39, // 29: flux.sandbox.v1.LogsRequest.sandbox:type_name -> flux.sandbox.v1.SandboxRef
+	37, // 30: flux.sandbox.v1.LogEntry.time:type_name -> google.protobuf.Timestamp
+	23, // 31: flux.sandbox.v1.ImportImageResponse.images:type_name -> flux.sandbox.v1.Image
+	23, // 32: flux.sandbox.v1.ListImagesResponse.images:type_name -> flux.sandbox.v1.Image
+	30, // 33: flux.sandbox.v1.DoctorResponse.checks:type_name -> flux.sandbox.v1.DoctorCheck
+	9,  // 34: flux.sandbox.v1.SandboxService.CreateSandbox:input_type -> flux.sandbox.v1.CreateSandboxRequest
+	10, // 35: flux.sandbox.v1.SandboxService.GetSandbox:input_type -> flux.sandbox.v1.GetSandboxRequest
+	11, // 36: flux.sandbox.v1.SandboxService.ListSandboxes:input_type -> flux.sandbox.v1.ListSandboxesRequest
+	13, // 37: flux.sandbox.v1.SandboxService.DeleteSandbox:input_type -> flux.sandbox.v1.DeleteSandboxRequest
+	15, // 38: flux.sandbox.v1.SandboxService.PauseSandbox:input_type -> flux.sandbox.v1.PauseSandboxRequest
+	16, // 39: flux.sandbox.v1.SandboxService.WatchSandboxes:input_type -> flux.sandbox.v1.WatchSandboxesRequest
+	19, // 40: flux.sandbox.v1.SandboxService.Exec:input_type -> flux.sandbox.v1.ExecRequest
+	21, // 41: flux.sandbox.v1.SandboxService.Logs:input_type -> flux.sandbox.v1.LogsRequest
+	24, // 42: flux.sandbox.v1.ImageService.ImportImage:input_type -> flux.sandbox.v1.ImportImageRequest
+	27, // 43: flux.sandbox.v1.ImageService.ListImages:input_type -> flux.sandbox.v1.ListImagesRequest
+	26, // 44: flux.sandbox.v1.ImageService.PullImage:input_type -> flux.sandbox.v1.PullImageRequest
+	29, // 45: flux.sandbox.v1.NodeService.Doctor:input_type -> flux.sandbox.v1.DoctorRequest
+	8,  // 46: flux.sandbox.v1.SandboxService.CreateSandbox:output_type -> flux.sandbox.v1.Sandbox
+	8,  // 47: flux.sandbox.v1.SandboxService.GetSandbox:output_type -> flux.sandbox.v1.Sandbox
+	12, // 48: flux.sandbox.v1.SandboxService.ListSandboxes:output_type -> flux.sandbox.v1.ListSandboxesResponse
+	14, // 49: flux.sandbox.v1.SandboxService.DeleteSandbox:output_type -> flux.sandbox.v1.DeleteSandboxResponse
+	8,  // 50: flux.sandbox.v1.SandboxService.PauseSandbox:output_type -> flux.sandbox.v1.Sandbox
+	17, // 51: flux.sandbox.v1.SandboxService.WatchSandboxes:output_type -> flux.sandbox.v1.SandboxEvent
+	20, // 52: flux.sandbox.v1.SandboxService.Exec:output_type -> flux.sandbox.v1.ExecResponse
+	22, // 53: flux.sandbox.v1.SandboxService.Logs:output_type -> flux.sandbox.v1.LogEntry
+	25, // 54: flux.sandbox.v1.ImageService.ImportImage:output_type -> flux.sandbox.v1.ImportImageResponse
+	28, // 55: flux.sandbox.v1.ImageService.ListImages:output_type -> flux.sandbox.v1.ListImagesResponse
+	25, // 56: flux.sandbox.v1.ImageService.PullImage:output_type -> flux.sandbox.v1.ImportImageResponse
+	31, // 57: flux.sandbox.v1.NodeService.Doctor:output_type -> flux.sandbox.v1.DoctorResponse
+	46, // [46:58] is the sub-list for method output_type
+	34, // [34:46] is the sub-list for method input_type
+	34, // [34:34] is the sub-list for extension type_name
+	34, // [34:34] is the sub-list for extension extendee
+	0,  // [0:34] is the sub-list for field type_name
 }
 
 func init() { file_sandbox_v1_sandbox_proto_init() }
@@ -2335,13 +2423,13 @@ func file_sandbox_v1_sandbox_proto_init() {
 		return
 	}
 	file_sandbox_v1_volume_proto_init()
-	file_sandbox_v1_sandbox_proto_msgTypes[5].OneofWrappers = []any{}
-	file_sandbox_v1_sandbox_proto_msgTypes[17].OneofWrappers = []any{
+	file_sandbox_v1_sandbox_proto_msgTypes[6].OneofWrappers = []any{}
+	file_sandbox_v1_sandbox_proto_msgTypes[18].OneofWrappers = []any{
 		(*ExecRequest_Start)(nil),
 		(*ExecRequest_Stdin)(nil),
 		(*ExecRequest_StdinClosed)(nil),
 	}
-	file_sandbox_v1_sandbox_proto_msgTypes[18].OneofWrappers = []any{
+	file_sandbox_v1_sandbox_proto_msgTypes[19].OneofWrappers = []any{
 		(*ExecResponse_Stdout)(nil),
 		(*ExecResponse_Stderr)(nil),
 		(*ExecResponse_ExitCode)(nil),
@@ -2352,7 +2440,7 @@ func file_sandbox_v1_sandbox_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_sandbox_v1_sandbox_proto_rawDesc), len(file_sandbox_v1_sandbox_proto_rawDesc)),
 			NumEnums:      1,
-			NumMessages:   34,
+			NumMessages:   35,
 			NumExtensions: 0,
 			NumServices:   3,
 		},
