@@ -143,7 +143,8 @@ func (n *Node) Start(tb testing.TB) {
 	_ = os.Remove(socket)
 	l, err := net.Listen("unix", socket)
 	must(tb, err)
-	go func() { _ = n.server.Serve(l) }() // ends with Stop
+	server := n.server
+	go func() { _ = server.Serve(l) }() // ends with Stop
 	if n.conn != nil {
 		n.conn.ResetConnectBackoff()
 		return
