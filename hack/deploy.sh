@@ -13,7 +13,9 @@ image=$(go run ./hack/image -bin bin -insecure -push "$registry/library/flux-san
 digest=${image#*@}
 mkdir -p /var/lib/flux-localcluster/volumes/{tenants,models,scratch}
 overlay=$(mktemp -d -p hack/localcluster)
-trap 'rm -rf "$overlay"' EXIT
+KUBECACHEDIR=$(mktemp -d)
+export KUBECACHEDIR
+trap 'rm -rf "$overlay" "$KUBECACHEDIR"' EXIT
 cat >"$overlay/kustomization.yaml" <<YAML
 apiVersion: kustomize.config.k8s.io/v1beta1
 kind: Kustomization
