@@ -110,16 +110,27 @@ func (l layout) components(s state) []component {
 func (l layout) start(ctx context.Context, c component) error {
 	ctx, cancel := context.WithTimeout(ctx, startTimeout)
 	defer cancel()
-	if len(running(c.name)) == 0 {
-		if err := launch(c.name, l.log(c.name), c.env, c.path, c.args...); err != nil {
+	ended := func() bool { return len(running(c.name)) == 0 }
+	if ended() {
+		launched, err := launch(c.name, l.log(c.name), c.env, c.path, c.args...)
+		if err != nil {
 			return err
+		}
+		// Not by its mark: that is not to be seen yet in the moment in which the kernel loads the program.
+		ended = func() bool {
+			select {
+			case <-launched:
+				return true
+			default:
+				return false
+			}
 		}
 	}
 	ctx, dead := context.WithCancelCause(ctx)
 	defer dead(nil)
 	err := until(ctx, func() error {
 		err := c.ready(ctx)
-		if err != nil && len(running(c.name)) == 0 {
+		if err != nil && ended() {
 			err = fmt.Errorf("it ended; it said last:\n%s", tail(l.log(c.name)))
 			dead(err)
 		}

@@ -71,14 +71,15 @@ func running(component string) []process {
 	return slices.DeleteFunc(marked("/proc"), func(p process) bool { return p.component != component || p.program() != component })
 }
 
-// launch starts a component detached from this process, with its output at the end of a file.
-func launch(component, log string, environment []string, path string, args ...string) error {
+// launch starts a component detached from this process, with its output at the end of a file. The channel is closed when it
+// ends, if this process is there to see it.
+func launch(component, log string, environment []string, path string, args ...string) (<-chan struct{}, error) {
 	if err := os.MkdirAll(filepath.Dir(log), 0o700); err != nil {
-		return err
+		return nil, err
 	}
 	out, err := os.OpenFile(log, os.O_CREATE|os.O_APPEND|os.O_WRONLY, 0o600)
 	if err != nil {
-		return err
+		return nil, err
 	}
 	defer out.Close()
 	cmd := exec.Command(path)
@@ -88,10 +89,14 @@ func launch(component, log string, environment []string, path string, args ...st
 	cmd.Env = slices.Concat([]string{"PATH=" + os.Getenv("PATH"), "HOME=/root", mark + "=" + component}, environment)
 	cmd.SysProcAttr = &syscall.SysProcAttr{Setsid: true}
 	if err := cmd.Start(); err != nil {
-		return fmt.Errorf("start %s: %w", component, err)
+		return nil, fmt.Errorf("start %s: %w", component, err)
 	}
-	go func() { _ = cmd.Wait() }() // if it ends while this process runs, it must not stay a zombie
-	return nil
+	ended := make(chan struct{})
+	go func() {
+		_ = cmd.Wait() // if it ends while this process runs, it must not stay a zombie
+		close(ended)
+	}()
+	return ended, nil
 }
 
 // send sends a signal to a process, unless its number is another one's by now.
