@@ -48,17 +48,7 @@ func check(t testing.TB, err error) {
 // waitFor polls a condition of the kernel that nothing announces.
 func waitFor(t testing.TB, what string, condition func() bool) {
 	t.Helper()
-	ctx, cancel := context.WithTimeout(context.Background(), 30*time.Second)
-	defer cancel()
-	tick := time.NewTicker(time.Millisecond)
-	defer tick.Stop()
-	for !condition() {
-		select {
-		case <-ctx.Done():
-			t.Fatalf("never happened: %s", what)
-		case <-tick.C:
-		}
-	}
+	testenv.Eventually(t, 30*time.Second, what, condition)
 }
 
 // sandboxProcess is a process with a pivoted root on a tmpfs in a mount and PID

@@ -12,6 +12,7 @@ import (
 
 	"github.com/flux-sandbox/flux-sandbox/internal/pods"
 	"github.com/flux-sandbox/flux-sandbox/internal/pods/podstest"
+	"github.com/flux-sandbox/flux-sandbox/internal/testenv"
 )
 
 func TestMain(m *testing.M) { os.Exit(podstest.Main(m.Run)) }
@@ -86,17 +87,7 @@ func run(t *testing.T, env *podstest.Env, h pods.Handler) (r *pods.Runtime, stop
 
 func eventually(t *testing.T, what string, condition func() bool) {
 	t.Helper()
-	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
-	defer cancel()
-	ticker := time.NewTicker(5 * time.Millisecond)
-	defer ticker.Stop()
-	for !condition() {
-		select {
-		case <-ticker.C:
-		case <-ctx.Done():
-			t.Fatal("gave up waiting:", what)
-		}
-	}
+	testenv.Eventually(t, time.Minute, what, condition)
 }
 
 func newRecorder() *recorder { return &recorder{wanted: map[pods.Ref]bool{}} }

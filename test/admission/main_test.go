@@ -19,6 +19,7 @@ import (
 	"sigs.k8s.io/yaml"
 
 	"github.com/flux-sandbox/flux-sandbox/api/sandbox/v1alpha1"
+	"github.com/flux-sandbox/flux-sandbox/internal/testenv"
 	"github.com/flux-sandbox/flux-sandbox/internal/testenv/apiserver"
 	"github.com/flux-sandbox/flux-sandbox/internal/testenv/manifests"
 )
@@ -216,9 +217,5 @@ func afterValue(s string) string {
 // eventually waits until something is so: what an API server does after it has answered is told nowhere.
 func eventually(t *testing.T, what string, is func() bool) {
 	t.Helper()
-	for deadline := time.Now().Add(time.Minute); !is(); time.Sleep(20 * time.Millisecond) {
-		if time.Now().After(deadline) {
-			t.Fatalf("not after a minute: %s", what)
-		}
-	}
+	testenv.Eventually(t, time.Minute, what, is)
 }

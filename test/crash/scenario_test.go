@@ -185,11 +185,17 @@ var createAndDelete = step{"delete while it is created", func(ctx context.Contex
 
 // lull asks for nothing that changes anything, for longer than the store lets status wait.
 var lull = step{"a lull", func(ctx context.Context, w *world) error {
+	ticker := time.NewTicker(5 * time.Millisecond)
+	defer ticker.Stop()
 	for range 60 {
 		if _, err := w.Volumes.ListSandVolumes(ctx, &sandboxv1.ListSandVolumesRequest{Sandbox: ref(victim)}); err != nil {
 			return err
 		}
-		time.Sleep(5 * time.Millisecond)
+		select {
+		case <-ticker.C:
+		case <-ctx.Done():
+			return context.Cause(ctx)
+		}
 	}
 	return nil
 }}

@@ -260,19 +260,15 @@ func local(source, target string) v1alpha1.DynamicVolume {
 	return v1alpha1.DynamicVolume{VolumeType: v1alpha1.VolumeTypeLocal, Source: source, Target: target}
 }
 
-// wait waits until something holds; what says where it stands.
-func (c *cluster) wait(what string, holds func() (bool, string)) {
+// wait waits until something holds; where says where it stands.
+func (c *cluster) wait(what string, holds func() (ok bool, where string)) {
 	c.t.Helper()
-	deadline := time.Now().Add(patience)
-	for {
-		ok, where := holds()
-		if ok {
-			return
-		}
-		if time.Now().After(deadline) {
-			c.t.Fatalf("waited in vain until %s: %s", what, where)
-		}
-		time.Sleep(50 * time.Millisecond) // between two looks at a condition
+	where := ""
+	if !testenv.Poll(patience, func() (ok bool) {
+		ok, where = holds()
+		return ok
+	}) {
+		c.t.Fatalf("waited in vain until %s: %s", what, where)
 	}
 }
 

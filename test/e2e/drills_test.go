@@ -5,6 +5,8 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"io"
+	"net/http"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -166,6 +168,38 @@ func TestAgentsPodIsReplacedDuringAttaches(t *testing.T) {
 	c.systemReady()
 }
 
+// controllers are the addresses of the controllers' metrics.
+func (c *cluster) controllers() []string {
+	c.t.Helper()
+	pods, err := c.client.CoreV1().Pods(system).List(c.t.Context(), metav1.ListOptions{LabelSelector: "app.kubernetes.io/name=flux-sandbox-controller"})
+	must(c.t, err)
+	var addresses []string
+	for _, p := range pods.Items {
+		addresses = append(addresses, "http://"+p.Status.PodIP+":9464/metrics")
+	}
+	return addresses
+}
+
+// leading is how many of the controllers say that they lead; -1 if one cannot be asked.
+func leading(controllers []string) (n int) {
+	for _, address := range controllers {
+		client := http.Client{Timeout: 5 * time.Second}
+		response, err := client.Get(address)
+		if err != nil {
+			return -1
+		}
+		text, err := io.ReadAll(response.Body)
+		_ = response.Body.Close()
+		if err != nil || !strings.Contains(string(text), "flux_controller_leading ") {
+			return -1
+		}
+		if strings.Contains(string(text), "flux_controller_leading 1") {
+			n++
+		}
+	}
+	return n
+}
+
 // The API server is away for longer than the lease: sandboxes and reads of the API go on; afterwards everything works.
 func TestAPIServerAway(t *testing.T) {
 	c := open(t)
@@ -182,13 +216,24 @@ func TestAPIServerAway(t *testing.T) {
 		return err
 	}
 	must(t, get())
+	leaders := c.controllers()
+	lease, err := c.client.CoordinationV1().Leases(system).Get(t.Context(), "flux-sandbox-controller", metav1.GetOptions{})
+	must(t, err)
+	term := time.Duration(*lease.Spec.LeaseDurationSeconds) * time.Second
 	c.component("stop", "kube-apiserver")
+	stopped := time.Now()
 	back := sync.OnceFunc(func() { c.component("start", "kube-apiserver") })
 	defer back()
 	if err := get(); err != nil { // who calls, and what they may do, is remembered for seconds
 		t.Errorf("a read while the API server is away: %v", err)
 	}
-	time.Sleep(20 * time.Second) // longer than the lease: this is what is tested
+	c.wait("the lease is over, and nobody leads", func() (bool, string) {
+		n := leading(leaders)
+		return n == 0 && time.Since(stopped) > term, fmt.Sprintf("%d lead, after %s of %s", n, time.Since(stopped), term)
+	})
+	if err := get(); err != nil {
+		t.Errorf("a read after the lease is over: %v", err)
+	}
 	for _, p := range f.processes {
 		uninterrupted(t, p)
 	}

@@ -12,6 +12,7 @@ import (
 	"time"
 
 	"github.com/flux-sandbox/flux-sandbox/api/sandbox/v1alpha1"
+	"github.com/flux-sandbox/flux-sandbox/internal/testenv"
 )
 
 // state is what sandboxes can leave on the node, as lines.
@@ -51,14 +52,12 @@ func nodeState(t *testing.T) state {
 // a moment. It returns what differs.
 func awaitState(ctx context.Context, t *testing.T, want state) string {
 	t.Helper()
-	deadline := time.Now().Add(30 * time.Second)
-	for {
-		diff := want.diff(nodeState(t))
-		if diff == "" || time.Now().After(deadline) || ctx.Err() != nil {
-			return diff
-		}
-		time.Sleep(100 * time.Millisecond) // between two looks at a condition
-	}
+	diff := ""
+	testenv.Poll(30*time.Second, func() bool {
+		diff = want.diff(nodeState(t))
+		return diff == "" || ctx.Err() != nil
+	})
+	return diff
 }
 
 func (s state) diff(other state) string {

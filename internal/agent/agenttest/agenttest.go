@@ -35,6 +35,7 @@ import (
 	"github.com/flux-sandbox/flux-sandbox/internal/containers/containerstest"
 	"github.com/flux-sandbox/flux-sandbox/internal/fault"
 	"github.com/flux-sandbox/flux-sandbox/internal/mount"
+	"github.com/flux-sandbox/flux-sandbox/internal/testenv"
 	"github.com/flux-sandbox/flux-sandbox/internal/volume"
 	"github.com/flux-sandbox/flux-sandbox/internal/volume/local"
 )
@@ -440,20 +441,10 @@ func (s *Sandbox) Mounts(tb testing.TB) map[string]mount.Info {
 	return out
 }
 
-// Eventually waits until a condition holds, which it looks at again and again; a minute at most.
+// Eventually waits until a condition holds; a minute at most.
 func Eventually(tb testing.TB, what string, condition func() bool) {
 	tb.Helper()
-	deadline := time.NewTimer(time.Minute)
-	defer deadline.Stop()
-	ticker := time.NewTicker(5 * time.Millisecond)
-	defer ticker.Stop()
-	for !condition() {
-		select {
-		case <-ticker.C:
-		case <-deadline.C:
-			tb.Fatalf("gave up waiting: %s", what)
-		}
-	}
+	testenv.Eventually(tb, time.Minute, what, condition)
 }
 
 func must(tb testing.TB, err error) {

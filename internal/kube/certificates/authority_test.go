@@ -19,6 +19,7 @@ import (
 	testclock "k8s.io/utils/clock/testing"
 
 	"github.com/flux-sandbox/flux-sandbox/internal/identity"
+	"github.com/flux-sandbox/flux-sandbox/internal/testenv"
 	"github.com/flux-sandbox/flux-sandbox/internal/testenv/apiserver"
 )
 
@@ -70,18 +71,9 @@ func bundlePEM(t *testing.T, a *Authority) string {
 	return string(b.PEM())
 }
 
-// eventually waits for a condition.
 func eventually(t *testing.T, what string, holds func() bool) {
 	t.Helper()
-	tick := time.NewTicker(10 * time.Millisecond)
-	defer tick.Stop()
-	for end := time.After(time.Minute); !holds(); {
-		select {
-		case <-tick.C:
-		case <-end:
-			t.Fatalf("it never happens that %s", what)
-		}
-	}
+	testenv.Eventually(t, time.Minute, what, holds)
 }
 
 func inNamespace(t *testing.T, client kubernetes.Interface) string {

@@ -22,6 +22,7 @@ import (
 	"github.com/flux-sandbox/flux-sandbox/internal/kube/volumes"
 	"github.com/flux-sandbox/flux-sandbox/internal/scheduler"
 	"github.com/flux-sandbox/flux-sandbox/internal/store"
+	"github.com/flux-sandbox/flux-sandbox/internal/testenv"
 	"github.com/flux-sandbox/flux-sandbox/internal/volume"
 )
 
@@ -430,14 +431,5 @@ func create(client *fake.Clientset, o runtime.Object) (err error) {
 
 func eventually(t *testing.T, what string, holds func() bool) {
 	t.Helper()
-	deadline := time.After(10 * time.Second)
-	tick := time.NewTicker(time.Millisecond)
-	defer tick.Stop()
-	for !holds() {
-		select {
-		case <-deadline:
-			t.Fatalf("waited in vain: %s", what)
-		case <-tick.C:
-		}
-	}
+	testenv.Eventually(t, 10*time.Second, what, holds)
 }

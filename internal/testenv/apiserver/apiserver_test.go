@@ -16,6 +16,7 @@ import (
 
 	"k8s.io/client-go/rest"
 
+	"github.com/flux-sandbox/flux-sandbox/internal/testenv"
 	"github.com/flux-sandbox/flux-sandbox/internal/testenv/apiserver"
 )
 
@@ -222,14 +223,5 @@ func gone(pid string) bool {
 
 func eventually(t *testing.T, what string, is func() bool) {
 	t.Helper()
-	again := time.NewTicker(20 * time.Millisecond)
-	defer again.Stop()
-	timeout := time.After(time.Minute)
-	for !is() {
-		select {
-		case <-again.C:
-		case <-timeout:
-			t.Fatalf("never: %s", what)
-		}
-	}
+	testenv.Eventually(t, time.Minute, what, is)
 }
