@@ -2,7 +2,6 @@ package clusteragent
 
 import (
 	"errors"
-	"fmt"
 	"net"
 	"strings"
 
@@ -79,7 +78,7 @@ func expand(text string, env func(string) string) (string, error) {
 		}
 		value := env(name)
 		if value == "" {
-			errs = append(errs, fmt.Errorf("%w", node.Invalid("$(%s): that environment variable is not set", name)))
+			errs = append(errs, node.Invalid("$(%s): that environment variable is not set", name))
 		}
 		out.WriteString(value)
 		text = after

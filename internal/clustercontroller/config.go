@@ -1,6 +1,7 @@
 package clustercontroller
 
 import (
+	"cmp"
 	"net"
 	"time"
 
@@ -60,14 +61,14 @@ func (c Config) withDefaults() (Config, error) {
 			return c, fault.New(errdefs.ErrInvalidArgument, fault.InvalidRequest, "%s is not set: in a Pod it comes from the downward API", field)
 		}
 	}
-	set(&c.Listen, DefaultListen)
-	set(&c.CertificateListen, DefaultCertificateListen)
-	set(&c.MetricsListen, DefaultMetricsListen)
-	set(&c.AgentService, DefaultAgentService)
-	set(&c.AgentServiceAccount, DefaultServiceAccount)
-	set(&c.Lease, DefaultLease)
-	set(&c.QPS, DefaultQPS)
-	set(&c.Burst, DefaultBurst)
+	c.Listen = cmp.Or(c.Listen, DefaultListen)
+	c.CertificateListen = cmp.Or(c.CertificateListen, DefaultCertificateListen)
+	c.MetricsListen = cmp.Or(c.MetricsListen, DefaultMetricsListen)
+	c.AgentService = cmp.Or(c.AgentService, DefaultAgentService)
+	c.AgentServiceAccount = cmp.Or(c.AgentServiceAccount, DefaultServiceAccount)
+	c.Lease = cmp.Or(c.Lease, DefaultLease)
+	c.QPS = cmp.Or(c.QPS, DefaultQPS)
+	c.Burst = cmp.Or(c.Burst, DefaultBurst)
 	for field, address := range map[string]string{"listen": c.Listen, "certificate-listen": c.CertificateListen, "metrics-listen": c.MetricsListen} {
 		if _, _, err := net.SplitHostPort(address); err != nil {
 			return c, fault.New(errdefs.ErrInvalidArgument, fault.InvalidRequest, "%s %q: must be host:port: %w", field, address, err)
@@ -77,13 +78,6 @@ func (c Config) withDefaults() (Config, error) {
 		c.Names = []string{"flux-sandbox-controller." + c.Namespace + ".svc", "flux-sandbox-controller." + c.Namespace, "localhost"}
 	}
 	return c, nil
-}
-
-func set[T comparable](field *T, value T) {
-	var zero T
-	if *field == zero {
-		*field = value
-	}
 }
 
 func (c Config) lease() types.NamespacedName {

@@ -144,7 +144,7 @@ func (r *Renewer) Run(ctx context.Context) {
 			case ctx.Err() != nil:
 				return
 			case err != nil:
-				wait = backoff(failures)
+				wait = Backoff(failures)
 				failures++
 				r.log.Warn("certificate not renewed", "error", err, "validUntil", r.NotAfter(), "retryIn", wait.Round(time.Millisecond))
 			default:
@@ -256,8 +256,9 @@ func renewAt(now, notAfter time.Time, chance float64) time.Time {
 	return now.Add(left*2/3 - time.Duration(chance*float64(left)/10))
 }
 
-// backoff is how long to wait after a number of failures before this one.
-func backoff(failures int) time.Duration {
+// Backoff is how long to wait before another attempt to get, or to make, what certificates need, after a number of
+// failures before this one.
+func Backoff(failures int) time.Duration {
 	d := maxBackoff
 	if failures < 6 {
 		d = firstBackoff << failures

@@ -179,13 +179,13 @@ func TestRenewalIsSpreadByChance(t *testing.T) {
 	last := time.Duration(0)
 	for failures, most := range []time.Duration{time.Second, 2 * time.Second, 4 * time.Second, 8 * time.Second, 16 * time.Second, 32 * time.Second, time.Minute, time.Minute} {
 		for range 100 {
-			if d := backoff(failures); d < most/2 || d >= most {
+			if d := Backoff(failures); d < most/2 || d >= most {
 				t.Fatalf("after %d failures: %s", failures, d)
 			}
 		}
 		last = most
 	}
-	if backoff(1<<20) > last {
+	if Backoff(1<<20) > last {
 		t.Error("the backoff grows without end")
 	}
 }

@@ -1,6 +1,7 @@
 package scheduler
 
 import (
+	"cmp"
 	"context"
 	"slices"
 	"time"
@@ -214,7 +215,7 @@ func (p *pass) showPod() {
 	if pod.Node != "" {
 		p.condition(v1alpha1.ConditionScheduled, true, "PodScheduled", "the Pod has a node")
 	} else {
-		p.condition(v1alpha1.ConditionScheduled, false, either(pod.Reason, "PodPending"), pod.Message)
+		p.condition(v1alpha1.ConditionScheduled, false, cmp.Or(pod.Reason, "PodPending"), pod.Message)
 	}
 	switch {
 	case podEnded(pod.Phase) && !pod.Deleting && !p.isRebuilt(): // that it is deleted ends it as well, and says nothing
@@ -222,7 +223,7 @@ func (p *pass) showPod() {
 		if pod.Phase == corev1.PodFailed {
 			phase, reason = v1alpha1.SandboxFailed, "PodFailed"
 		}
-		p.endPod(phase, either(pod.Reason, reason), pod.Message)
+		p.endPod(phase, cmp.Or(pod.Reason, reason), pod.Message)
 		p.podIsOver()
 		return
 	case pod.Phase == corev1.PodRunning:
@@ -232,7 +233,7 @@ func (p *pass) showPod() {
 		}
 		st.Phase, st.Reason, st.Message = v1alpha1.SandboxRunning, pod.Reason, pod.Message
 	case pod.Phase == corev1.PodUnknown && st.Phase == v1alpha1.SandboxRunning:
-		st.Reason, st.Message = either(pod.Reason, "PodUnknown"), pod.Message
+		st.Reason, st.Message = cmp.Or(pod.Reason, "PodUnknown"), pod.Message
 	default:
 		st.Phase, st.Reason, st.Message = v1alpha1.SandboxPending, pod.Reason, pod.Message
 	}
@@ -250,13 +251,6 @@ func (p *pass) showPod() {
 	}
 }
 
-func either(a, b string) string {
-	if a != "" {
-		return a
-	}
-	return b
-}
-
 // pendPod makes the sandbox wait for its Pod; err is why there is none, nil if it only has to be made.
 func (p *pass) pendPod(err error) {
 	st := &p.a.status
@@ -264,7 +258,7 @@ func (p *pass) pendPod(err error) {
 	if err != nil {
 		st.Reason, st.Message = string(fault.ReasonOf(err)), err.Error()
 	}
-	p.condition(v1alpha1.ConditionScheduled, false, either(st.Reason, "NoPod"), either(st.Message, "the Pod is not there yet"))
+	p.condition(v1alpha1.ConditionScheduled, false, cmp.Or(st.Reason, "NoPod"), cmp.Or(st.Message, "the Pod is not there yet"))
 }
 
 // endPod makes the sandbox over.
@@ -276,7 +270,7 @@ func (p *pass) endPod(phase v1alpha1.SandboxPhase, reason, message string) {
 		kind = EventWarning
 	}
 	p.log("is over", "phase", phase, "reason", reason)
-	p.event(p.sb, kind, string(phase), either(message, "the Pod ended"))
+	p.event(p.sb, kind, string(phase), cmp.Or(message, "the Pod ended"))
 }
 
 // isRebuilt says whether the Pod is made again after it ended: it is ours, and its restart policy says that it never
@@ -309,7 +303,7 @@ func (p *pass) orderPod(pod *Pod) {
 	case podEnded(pod.Phase) && !isOver(a.status.Phase):
 		if !pod.Deleting && a.life == nil && !p.now.Before(a.rebuild.due) {
 			a.rebuild.failed(p.now)
-			p.event(p.sb, EventWarning, either(pod.Reason, "PodFailed"), either(pod.Message, "the Pod failed")+"; it is made again")
+			p.event(p.sb, EventWarning, cmp.Or(pod.Reason, "PodFailed"), cmp.Or(pod.Message, "the Pod failed")+"; it is made again")
 		}
 		p.deletePod(pod)
 	case pod.Running:

@@ -1,6 +1,7 @@
 package house
 
 import (
+	"cmp"
 	"path"
 	"slices"
 	"strings"
@@ -176,14 +177,7 @@ func forbiddenOurs(dir string, l layer, known, test bool, target string) string 
 	if ok && (to.dir == l.dir || slices.Contains(l.may, to.dir)) {
 		return ""
 	}
-	return l.dir + " may import of ours only " + or(strings.Join(l.may, ", "), "itself")
-}
-
-func or(s, otherwise string) string {
-	if s == "" {
-		return otherwise
-	}
-	return s
+	return l.dir + " may import of ours only " + cmp.Or(strings.Join(l.may, ", "), "itself")
 }
 
 // The table is data: this shows that the rules that matter most follow from it.

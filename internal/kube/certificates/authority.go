@@ -8,7 +8,6 @@ import (
 	"fmt"
 	"log/slog"
 	"maps"
-	"math/rand/v2"
 	"strings"
 	"sync"
 	"time"
@@ -41,9 +40,6 @@ const (
 const (
 	// lookAgain is the longest time between two looks at what follows from the CAs' age. It costs two reads.
 	lookAgain = 24 * time.Hour
-	// firstBackoff and maxBackoff bound the time between attempts that fail; it doubles, and half of it is chance.
-	firstBackoff = time.Second
-	maxBackoff   = time.Minute
 	// conflicts is how often a write is tried again because another replica wrote meanwhile.
 	conflicts = 5
 )
@@ -173,7 +169,7 @@ func (a *Authority) Run(ctx context.Context) {
 			failures, wait = 0, lookAgain
 			continue
 		}
-		wait = backoff(failures)
+		wait = identity.Backoff(failures)
 		failures++
 		a.log.Warn("the CA is not up to date", "error", err, "retryIn", wait.Round(time.Millisecond))
 	}
@@ -208,14 +204,6 @@ func (a *Authority) watch(ctx context.Context, changed chan<- struct{}) func() {
 		secrets.Shutdown()
 		configMaps.Shutdown()
 	}
-}
-
-func backoff(failures int) time.Duration {
-	d := maxBackoff
-	if failures < 6 {
-		d = firstBackoff << failures
-	}
-	return d/2 + rand.N(d/2)
 }
 
 // reconcile brings memory, Secret and ConfigMap to one state.

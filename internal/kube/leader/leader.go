@@ -7,6 +7,7 @@
 package leader
 
 import (
+	"cmp"
 	"context"
 	"log/slog"
 	"sync/atomic"
@@ -53,7 +54,7 @@ func Run(ctx context.Context, config Config, lead func(ctx context.Context, iden
 		}
 		if ctx.Err() == nil {
 			config.Log.Info("not the leader; standing for election again")
-			pause(ctx, or(config.RetryPeriod, DefaultRetryPeriod))
+			pause(ctx, cmp.Or(config.RetryPeriod, DefaultRetryPeriod))
 		}
 	}
 	return nil
@@ -79,9 +80,9 @@ func stand(ctx context.Context, config Config, lead func(context.Context, string
 	elector, err := leaderelection.NewLeaderElector(leaderelection.LeaderElectionConfig{
 		Name:            config.Name,
 		Lock:            lock,
-		LeaseDuration:   or(config.LeaseDuration, DefaultLeaseDuration),
-		RenewDeadline:   or(config.RenewDeadline, DefaultRenewDeadline),
-		RetryPeriod:     or(config.RetryPeriod, DefaultRetryPeriod),
+		LeaseDuration:   cmp.Or(config.LeaseDuration, DefaultLeaseDuration),
+		RenewDeadline:   cmp.Or(config.RenewDeadline, DefaultRenewDeadline),
+		RetryPeriod:     cmp.Or(config.RetryPeriod, DefaultRetryPeriod),
 		ReleaseOnCancel: true,
 		Callbacks: leaderelection.LeaderCallbacks{
 			OnStartedLeading: func(lease context.Context) {
@@ -121,11 +122,4 @@ func pause(ctx context.Context, d time.Duration) {
 	case <-ctx.Done():
 	case <-t.C:
 	}
-}
-
-func or(value, otherwise time.Duration) time.Duration {
-	if value == 0 {
-		return otherwise
-	}
-	return value
 }
