@@ -128,28 +128,10 @@ func restConfig(c Config) (*rest.Config, error) {
 	return config, nil
 }
 
-func (c *controller) agentCredentials(node string) credentials.TransportCredentials {
+func (c *controller) agentCredentials(node string) (credentials.TransportCredentials, error) {
 	tls, err := identity.Credentials{Certificate: c.clientCert.Certificate, Bundle: c.authority.Bundle}.ControllerClient(node)
-	if err != nil {
-		return refusing{err: err}
-	}
-	return credentials.NewTLS(tls)
+	return credentials.NewTLS(tls), err
 }
-
-// refusing are credentials with which nothing is connected to: a node whose name no certificate can have.
-type refusing struct {
-	credentials.TransportCredentials
-	err error
-}
-
-func (r refusing) ClientHandshake(context.Context, string, net.Conn) (net.Conn, credentials.AuthInfo, error) {
-	return nil, nil, r.err
-}
-func (r refusing) Info() credentials.ProtocolInfo {
-	return credentials.ProtocolInfo{SecurityProtocol: "tls"}
-}
-func (r refusing) Clone() credentials.TransportCredentials { return r }
-func (r refusing) OverrideServerName(string) error         { return nil }
 
 // run runs every part until ctx ends or one fails.
 func (c *controller) run(ctx context.Context, ready func(api, certificates string)) error {

@@ -6,7 +6,6 @@ import (
 	"fmt"
 	"iter"
 	"log/slog"
-	"maps"
 	"net"
 	"strconv"
 	"sync"
@@ -22,6 +21,7 @@ import (
 	"k8s.io/client-go/informers"
 	"k8s.io/client-go/kubernetes"
 	"k8s.io/client-go/tools/cache"
+	"k8s.io/client-go/util/workqueue"
 
 	agentv1 "github.com/flux-sandbox/flux-sandbox/api/proto/agent/v1"
 	"github.com/flux-sandbox/flux-sandbox/internal/fault"
@@ -34,7 +34,7 @@ type Config struct {
 	// Namespace and Service name the Service whose endpoints are the agents.
 	Namespace, Service string
 	// Credentials are those of a connection to a node's agent. They must refuse an agent of another node.
-	Credentials func(node string) credentials.TransportCredentials
+	Credentials func(node string) (credentials.TransportCredentials, error)
 	// Log is slog's default when nil.
 	Log *slog.Logger
 }
@@ -118,8 +118,10 @@ func (a *Agents) Run(ctx context.Context) error {
 	informers.Go(func() { a.nodes.RunWithContext(ctx) })
 	informers.Go(func() { a.slices.RunWithContext(ctx) })
 	if cache.WaitForCacheSync(ctx.Done(), nodes.HasSynced, slices.HasSynced) {
+		a.mu.Lock()
 		close(a.synced)
-		a.notifySynced()
+		a.changed(synced)
+		a.mu.Unlock()
 	}
 	<-ctx.Done()
 	informers.Wait()
@@ -154,14 +156,18 @@ func (a *Agents) Client(node string) (agentv1.AgentServiceClient, error) {
 
 // Dead implements scheduler.Agents: the Node is deleted, or declared out of service.
 func (a *Agents) Dead(node string) bool {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	return a.isSynced() && a.known[node].dead()
+}
+
+func (a *Agents) isSynced() bool {
 	select {
 	case <-a.synced:
+		return true
 	default:
 		return false
 	}
-	a.mu.Lock()
-	defer a.mu.Unlock()
-	return a.known[node].dead()
 }
 
 // dead is Dead once all Nodes are known. An endpoint without a Node is what a deleted Node leaves behind for a moment.
@@ -242,8 +248,12 @@ func (a *Agents) peer(node string) *peer {
 
 // dial replaces the connection to a node's agent. It comes up by itself, and again when it breaks.
 func (a *Agents) dial(p *peer, node, address string) error {
+	credentials, err := a.config.Credentials(node)
+	if err != nil {
+		return err
+	}
 	conn, err := grpc.NewClient("passthrough:///"+address,
-		grpc.WithTransportCredentials(a.config.Credentials(node)),
+		grpc.WithTransportCredentials(credentials),
 		grpc.WithKeepaliveParams(keepAlive),
 		grpc.WithConnectParams(reconnect),
 		grpc.WithStaticStreamWindowSize(agentv1.Window), grpc.WithStaticConnWindowSize(agentv1.Window))
@@ -262,15 +272,31 @@ func (p *peer) hangUp() {
 	}
 }
 
+// synced, in a follower's queue, stands for the end of what existed at first. No node has that name.
+const synced = ""
+
+// follower is one Follow: the nodes of which something changed, and what it was told last of each.
+type follower struct {
+	changed workqueue.TypedInterface[string]
+	told    map[string]told
+}
+
+// told is what a follower was told last of a node.
+type told struct{ agent, dead bool }
+
 // Follow implements scheduler.Agents.
 func (a *Agents) Follow(ctx context.Context) iter.Seq[scheduler.AgentEvent] {
 	return func(yield func(scheduler.AgentEvent) bool) {
-		f := &follower{signal: make(chan struct{}, 1), pending: map[string]struct{}{}, told: map[string]told{}}
+		f := &follower{changed: workqueue.NewTyped[string](), told: map[string]told{}}
+		defer f.changed.ShutDown()
+		defer context.AfterFunc(ctx, f.changed.ShutDown)()
 		a.mu.Lock()
 		for node := range a.known {
-			f.pending[node] = struct{}{}
+			f.changed.Add(node)
 		}
-		f.notify()
+		if a.isSynced() {
+			f.changed.Add(synced)
+		}
 		a.followers[f] = struct{}{}
 		a.mu.Unlock()
 		defer func() {
@@ -279,83 +305,38 @@ func (a *Agents) Follow(ctx context.Context) iter.Seq[scheduler.AgentEvent] {
 			a.mu.Unlock()
 		}()
 		for {
-			select {
-			case <-ctx.Done():
+			node, over := f.changed.Get()
+			if over || ctx.Err() != nil {
 				return
-			case <-f.signal:
 			}
-			for _, e := range a.take(f) {
+			for _, e := range a.eventsOf(f, node) {
 				if !yield(e) {
 					return
 				}
 			}
+			f.changed.Done(node)
 		}
-	}
-}
-
-// follower is one Follow. Its fields are guarded by the mutex of Agents, but told, which is its own.
-type follower struct {
-	signal  chan struct{}
-	pending map[string]struct{}
-	synced  bool
-	told    map[string]told
-}
-
-// told is what a follower was told last of a node.
-type told struct{ agent, dead bool }
-
-func (f *follower) notify() {
-	select {
-	case f.signal <- struct{}{}:
-	default:
 	}
 }
 
 // changed has every follower look at a node. The caller holds mu.
 func (a *Agents) changed(node string) {
 	for f := range a.followers {
-		f.pending[node] = struct{}{}
-		f.notify()
+		f.changed.Add(node)
 	}
-}
-
-func (a *Agents) notifySynced() {
-	a.mu.Lock()
-	defer a.mu.Unlock()
-	for f := range a.followers {
-		f.notify()
-	}
-}
-
-// take makes events of what changed since the last time.
-func (a *Agents) take(f *follower) []scheduler.AgentEvent {
-	a.mu.Lock()
-	defer a.mu.Unlock()
-	// Before the nodes are looked at: what came before is among them.
-	synced := false
-	select {
-	case <-a.synced:
-		synced = true
-	default:
-	}
-	var events []scheduler.AgentEvent
-	for node := range maps.Keys(f.pending) {
-		events = append(events, a.eventsOf(f, node)...)
-	}
-	clear(f.pending)
-	if synced && !f.synced {
-		f.synced = true
-		events = append(events, scheduler.AgentEvent{Type: scheduler.AgentsSynced})
-	}
-	return events
 }
 
 // eventsOf are what a follower has to be told of one node.
 func (a *Agents) eventsOf(f *follower, node string) []scheduler.AgentEvent {
+	if node == synced {
+		return []scheduler.AgentEvent{{Type: scheduler.AgentsSynced}}
+	}
+	a.mu.Lock()
+	defer a.mu.Unlock()
 	var events []scheduler.AgentEvent
 	before, p := f.told[node], a.known[node]
-	now := told{dead: p.dead()}
-	now.agent = !now.dead && p.client != nil
+	now := told{dead: a.isSynced() && p.dead()}
+	now.agent = !p.dead() && p.client != nil
 	about := scheduler.Agent{Node: node}
 	if now.agent {
 		about = scheduler.Agent{Node: node, Labels: p.node.Labels, Capacity: p.node.Capacity, Client: p.client}

@@ -55,7 +55,7 @@ func start(t *testing.T, objects ...any) *cluster {
 	}
 	var err error
 	c.agents, err = agents.New(agents.Config{Client: c.client, Namespace: "flux", Service: "agents",
-		Credentials: func(string) credentials.TransportCredentials { return insecure.NewCredentials() }})
+		Credentials: func(string) (credentials.TransportCredentials, error) { return insecure.NewCredentials(), nil }})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -218,7 +218,7 @@ func TestNoPolling(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		client := fake.NewClientset(node("n1", nil))
 		a, err := agents.New(agents.Config{Client: client, Namespace: "flux", Service: "agents",
-			Credentials: func(string) credentials.TransportCredentials { return insecure.NewCredentials() }})
+			Credentials: func(string) (credentials.TransportCredentials, error) { return insecure.NewCredentials(), nil }})
 		if err != nil {
 			t.Fatal(err)
 		}

@@ -6,7 +6,6 @@ import (
 	"fmt"
 	"iter"
 	"log/slog"
-	"maps"
 	"slices"
 	"sync"
 
@@ -17,6 +16,7 @@ import (
 	corev1informers "k8s.io/client-go/informers/core/v1"
 	"k8s.io/client-go/kubernetes"
 	"k8s.io/client-go/tools/cache"
+	"k8s.io/client-go/util/workqueue"
 
 	"github.com/flux-sandbox/flux-sandbox/api/sandbox/v1alpha1"
 	"github.com/flux-sandbox/flux-sandbox/internal/fault"
@@ -32,10 +32,10 @@ type Pods struct {
 	// watches are the goroutines of all watches.
 	watches sync.WaitGroup
 	owned   *watch
-	signal  chan struct{} // has something while there is something pending
+	// changed are the sandboxes of whose Pods something changed.
+	changed workqueue.TypedInterface[store.Key]
 
-	mu      sync.Mutex // guards all below
-	pending map[store.Key]struct{}
+	mu      sync.Mutex                // guards all below
 	adopted map[store.Key]*watch      // by the Pod's name
 	users   map[types.UID]store.Key   // the adopted Pod of each sandbox
 	names   map[types.UID]store.Key   // the name of each sandbox that has one
@@ -60,8 +60,8 @@ func New(ctx context.Context, client kubernetes.Interface, log *slog.Logger) (*P
 		log = slog.Default()
 	}
 	p := &Pods{
-		client: client, log: log, base: ctx, signal: make(chan struct{}, 1),
-		pending: map[store.Key]struct{}{}, adopted: map[store.Key]*watch{}, users: map[types.UID]store.Key{},
+		client: client, log: log, base: ctx, changed: workqueue.NewTyped[store.Key](),
+		adopted: map[store.Key]*watch{}, users: map[types.UID]store.Key{},
 		names: map[types.UID]store.Key{}, byPod: map[store.Key][]types.UID{},
 	}
 	var err error
@@ -128,7 +128,7 @@ func (w *watch) get(key store.Key) *facts {
 
 // ownedChanged tells of the sandbox that has, or should have, a Pod: the two have one name.
 func (p *Pods) ownedChanged(f *facts) {
-	p.tell(store.Key{Namespace: f.Namespace, Name: f.Name})
+	p.changed.Add(store.Key{Namespace: f.Namespace, Name: f.Name})
 }
 
 func (p *Pods) adoptedChanged(f *facts) {
@@ -140,42 +140,21 @@ func (p *Pods) adoptedChanged(f *facts) {
 // tellUsers tells of the sandboxes of an adopted Pod. The caller holds mu.
 func (p *Pods) tellUsers(pod store.Key) {
 	for _, uid := range p.byPod[pod] {
-		p.tellLocked(p.names[uid])
+		p.changed.Add(p.names[uid])
 	}
 }
 
-func (p *Pods) tell(sandbox store.Key) {
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	p.tellLocked(sandbox)
-}
-
-func (p *Pods) tellLocked(sandbox store.Key) {
-	p.pending[sandbox] = struct{}{}
-	select {
-	case p.signal <- struct{}{}:
-	default:
-	}
-}
-
-// Follow implements scheduler.Pods.
+// Follow implements scheduler.Pods. It is called once.
 func (p *Pods) Follow(ctx context.Context) iter.Seq[store.Key] {
 	return func(yield func(store.Key) bool) {
+		defer p.changed.ShutDown()
+		defer context.AfterFunc(ctx, p.changed.ShutDown)()
 		for {
-			select {
-			case <-ctx.Done():
+			key, over := p.changed.Get()
+			if over || ctx.Err() != nil || !yield(key) {
 				return
-			case <-p.signal:
 			}
-			p.mu.Lock()
-			keys := slices.Collect(maps.Keys(p.pending))
-			clear(p.pending)
-			p.mu.Unlock()
-			for _, key := range keys {
-				if !yield(key) {
-					return
-				}
-			}
+			p.changed.Done(key)
 		}
 	}
 }
@@ -214,7 +193,7 @@ func (p *Pods) tellSynced(w *watch, sandbox store.Key) {
 		select {
 		case <-w.ended:
 		case <-w.synced:
-			p.tell(sandbox)
+			p.changed.Add(sandbox)
 		}
 	})
 }

@@ -3,48 +3,35 @@ package volumes
 import (
 	"context"
 	"iter"
-	"maps"
 
 	corev1 "k8s.io/api/core/v1"
 	"k8s.io/client-go/tools/cache"
+	"k8s.io/client-go/util/workqueue"
 
 	"github.com/flux-sandbox/flux-sandbox/api/sandbox/v1alpha1"
 	"github.com/flux-sandbox/flux-sandbox/internal/scheduler"
 )
 
-// follower is one Changes. Its fields are guarded by the mutex of Volumes.
-type follower struct {
-	signal  chan struct{}
-	pending map[scheduler.VolumeRef]struct{}
-}
-
 // Changes implements scheduler.Resolver.
 func (v *Volumes) Changes(ctx context.Context) iter.Seq[scheduler.VolumeRef] {
 	return func(yield func(scheduler.VolumeRef) bool) {
-		f := &follower{signal: make(chan struct{}, 1), pending: map[scheduler.VolumeRef]struct{}{}}
+		changed := workqueue.NewTyped[scheduler.VolumeRef]()
+		defer changed.ShutDown()
+		defer context.AfterFunc(ctx, changed.ShutDown)()
 		v.mu.Lock()
-		v.followers[f] = struct{}{}
+		v.followers[changed] = struct{}{}
 		v.mu.Unlock()
 		defer func() {
 			v.mu.Lock()
-			delete(v.followers, f)
+			delete(v.followers, changed)
 			v.mu.Unlock()
 		}()
 		for {
-			select {
-			case <-ctx.Done():
+			ref, over := changed.Get()
+			if over || ctx.Err() != nil || !yield(ref) {
 				return
-			case <-f.signal:
 			}
-			v.mu.Lock()
-			refs := maps.Clone(f.pending)
-			clear(f.pending)
-			v.mu.Unlock()
-			for ref := range refs {
-				if !yield(ref) {
-					return
-				}
-			}
+			changed.Done(ref)
 		}
 	}
 }
@@ -77,13 +64,9 @@ func (v *Volumes) changed(o any) {
 	v.mu.Lock()
 	defer v.mu.Unlock()
 	delete(v.asked, refs[0])
-	for f := range v.followers {
+	for changed := range v.followers {
 		for _, ref := range refs {
-			f.pending[ref] = struct{}{}
-		}
-		select {
-		case f.signal <- struct{}{}:
-		default:
+			changed.Add(ref)
 		}
 	}
 }

@@ -13,6 +13,7 @@ import (
 	"k8s.io/client-go/kubernetes"
 	corev1listers "k8s.io/client-go/listers/core/v1"
 	"k8s.io/client-go/tools/cache"
+	"k8s.io/client-go/util/workqueue"
 
 	"github.com/flux-sandbox/flux-sandbox/internal/fault"
 	"github.com/flux-sandbox/flux-sandbox/internal/scheduler"
@@ -30,8 +31,9 @@ type Volumes struct {
 
 	mu sync.Mutex // guards the fields below
 	// asked is what the API server said is not there, after the informers had all.
-	asked     map[scheduler.VolumeRef]struct{}
-	followers map[*follower]struct{}
+	asked map[scheduler.VolumeRef]struct{}
+	// followers are the queues of what changed, one for each Changes.
+	followers map[workqueue.TypedInterface[scheduler.VolumeRef]]struct{}
 }
 
 var _ scheduler.Resolver = (*Volumes)(nil)
@@ -47,7 +49,7 @@ func New(client kubernetes.Interface) (*Volumes, error) {
 		client:        client,
 		claimInformer: claims.Informer(), volumeInformer: volumes.Informer(),
 		claims: claims.Lister(), volumes: volumes.Lister(),
-		synced: make(chan struct{}), asked: map[scheduler.VolumeRef]struct{}{}, followers: map[*follower]struct{}{},
+		synced: make(chan struct{}), asked: map[scheduler.VolumeRef]struct{}{}, followers: map[workqueue.TypedInterface[scheduler.VolumeRef]]struct{}{},
 	}
 	for _, i := range []cache.SharedIndexInformer{v.claimInformer, v.volumeInformer} {
 		if err := i.SetTransform(strip); err != nil {
