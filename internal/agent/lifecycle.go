@@ -251,23 +251,39 @@ func (a *Agent) remove(ctx context.Context, uid string, grace time.Duration) err
 	}
 	defer release()
 	defer a.changed(uid)
-	if err := step(sandboxFailpoints, stepJournalGone, func() error {
-		return a.updateSandbox(uid, journal.Change{}, func(s *journal.Sandbox) { s.Desired = journal.DesiredGone })
-	}); err != nil {
+	if err := a.recordGone(uid); err != nil {
 		return err
 	}
+	keys := a.volumeKeys(uid)
+	if err := a.finishDeletion(ctx, sb, grace); err != nil {
+		return err
+	}
+	a.afterDeletion(ctx, keys)
+	return nil
+}
+
+// recordGone records that a sandbox is not wanted any more.
+func (a *Agent) recordGone(uid string) error {
+	return step(sandboxFailpoints, stepJournalGone, func() error {
+		return a.updateSandbox(uid, journal.Change{}, func(s *journal.Sandbox) { s.Desired = journal.DesiredGone })
+	})
+}
+
+// volumeKeys are the keys of a sandbox's volumes.
+func (a *Agent) volumeKeys(uid string) map[string]bool {
 	keys := map[string]bool{}
 	for _, v := range a.journal.Volumes(uid) {
 		keys[v.Request.Key] = true
 	}
-	if err := a.finishDeletion(ctx, sb, grace); err != nil {
-		return err
-	}
+	return keys
+}
+
+// afterDeletion waits a while until volumes that a deleted sandbox had are released, if nobody else has them.
+func (a *Agent) afterDeletion(ctx context.Context, keys map[string]bool) {
 	a.forgetTombstones()
 	wait, cancel := context.WithTimeout(ctx, releaseWait)
 	defer cancel()
 	a.reaper.await(wait, keys)
-	return nil
 }
 
 // finishDeletion removes what is left of a sandbox whose deletion is recorded. The caller holds the life lock alone.
@@ -275,9 +291,21 @@ func (a *Agent) finishDeletion(ctx context.Context, sb *sandbox, grace time.Dura
 	if s, ok := a.journal.Sandbox(sb.uid); !ok || !s.DeletedAt.IsZero() {
 		return nil
 	}
+	clearUp := func() error { return a.clearContainer(ctx, sb, grace) }
 	if sb.isPod() {
-		return a.finishPodDeletion(ctx, sb)
+		clearUp = func() error { return a.clearPod(ctx, sb) }
 	}
+	if err := clearUp(); err != nil {
+		return err
+	}
+	sb.see(nil)
+	return step(sandboxFailpoints, stepJournalDeleted, func() error {
+		return a.updateSandbox(sb.uid, journal.Change{}, func(s *journal.Sandbox) { s.DeletedAt = a.config.Clock.Now() })
+	})
+}
+
+// clearContainer ends a sandbox's task and removes its container. The caller holds the life lock alone.
+func (a *Agent) clearContainer(ctx context.Context, sb *sandbox, grace time.Duration) error {
 	if _, ok := sb.seen(); ok {
 		if err := a.endTask(ctx, sb, grace); err != nil {
 			return err
@@ -286,13 +314,7 @@ func (a *Agent) finishDeletion(ctx context.Context, sb *sandbox, grace time.Dura
 		return err
 	}
 	// Also without a container: a creation that was cut off leaves parts.
-	if err := a.config.Containers.Delete(ctx, sb.uid); err != nil {
-		return err
-	}
-	sb.see(nil)
-	return step(sandboxFailpoints, stepJournalDeleted, func() error {
-		return a.updateSandbox(sb.uid, journal.Change{}, func(s *journal.Sandbox) { s.DeletedAt = a.config.Clock.Now() })
-	})
+	return a.config.Containers.Delete(ctx, sb.uid)
 }
 
 // tombstoneAge is how long a deleted sandbox is remembered, to refuse commands that arrive late.

@@ -2,7 +2,6 @@ package agent
 
 import (
 	"context"
-	"errors"
 	"time"
 
 	"github.com/containerd/errdefs"
@@ -416,106 +415,4 @@ func (a *Agent) recoverPods(ctx context.Context) error {
 		}
 	}
 	return nil
-}
-
-// podForceAfter is how long the deletion of a sandbox waits for processes of its Pod to let go of its volumes; then they
-// are detached lazily. podBusyWait is the time between two looks.
-const (
-	podForceAfter = 30 * time.Second
-	podBusyWait   = 250 * time.Millisecond
-)
-
-// removePod ends what the agent does for a container of a Pod: its volumes are detached and everything is forgotten. The
-// Pod is not touched. Whoever gives up waiting leaves the rest to go on by itself.
-func (a *Agent) removePod(ctx context.Context, sb *sandbox) error {
-	keys := map[string]bool{}
-	for _, v := range a.journal.Volumes(sb.uid) {
-		keys[v.Request.Key] = true
-	}
-	defer a.changed(sb.uid)
-	if err := step(sandboxFailpoints, stepJournalGone, func() error {
-		return a.updateSandbox(sb.uid, journal.Change{}, func(s *journal.Sandbox) { s.Desired = journal.DesiredGone })
-	}); err != nil {
-		return err
-	}
-	for {
-		err := a.removePodOnce(ctx, sb)
-		if err == nil {
-			break
-		}
-		timer := a.config.Clock.NewTimer(podBusyWait)
-		var ended bool
-		select {
-		case <-timer.C():
-		case <-ctx.Done():
-			ended = true
-		}
-		timer.Stop()
-		switch {
-		case ended:
-			a.after(0, func() {
-				a.bounded(a.stopping, sb, "deletion", a.removePodOnce)
-			})
-			return err
-		case fault.ReasonOf(err) != fault.Busy:
-			return err
-		}
-	}
-	a.forgetTombstones()
-	wait, cancel := context.WithTimeout(ctx, releaseWait)
-	defer cancel()
-	a.reaper.await(wait, keys)
-	return nil
-}
-
-func (a *Agent) removePodOnce(ctx context.Context, sb *sandbox) error {
-	release, err := sb.alone(ctx)
-	if err != nil {
-		return err
-	}
-	defer release()
-	return a.finishDeletion(ctx, sb, 0)
-}
-
-// finishPodDeletion detaches the volumes of a sandbox whose deletion is recorded, and forgets it; Busy while a process
-// holds one and it is not time to force it. The caller holds the life lock alone.
-func (a *Agent) finishPodDeletion(ctx context.Context, sb *sandbox) error {
-	if err := a.readPod(ctx, sb); err != nil {
-		return err
-	}
-	now := a.config.Clock.Now()
-	sb.mu.Lock()
-	if sb.pod.forceAfter.IsZero() {
-		sb.pod.forceAfter = now.Add(podForceAfter)
-	}
-	force := !now.Before(sb.pod.forceAfter)
-	sb.mu.Unlock()
-	var errs []error
-	var busy error
-	for _, v := range a.journal.Volumes(sb.uid) {
-		if v.Phase == journal.Lazy {
-			continue
-		}
-		out, err := a.updater.detach(context.WithoutCancel(ctx), sb, v, force, &passage{journal: a.journal})
-		if err != nil {
-			errs = append(errs, err)
-		} else if out.Busy {
-			busy = fault.New(errdefs.ErrFailedPrecondition, fault.Busy, "sandbox %s is being deleted, and processes of its Pod use %s", sb.uid, v.Target)
-		}
-	}
-	if err := errors.Join(errs...); err != nil {
-		return err
-	}
-	if busy != nil {
-		return busy
-	}
-	if err := a.updater.forget(a.journal.Volumes(sb.uid)...); err != nil {
-		return err
-	}
-	a.dropPod(sb)
-	sb.see(nil)
-	sb.setTrouble(nil)
-	return step(sandboxFailpoints, stepJournalDeleted, func() error {
-		return a.updateSandbox(sb.uid, journal.Change{}, func(s *journal.Sandbox) { s.DeletedAt = a.config.Clock.Now() })
-	})
 }
