@@ -18,6 +18,7 @@ import (
 	"golang.org/x/sys/unix"
 	"syscall"
 
+	"github.com/flux-sandbox/flux-sandbox/internal/cgroup"
 	"github.com/flux-sandbox/flux-sandbox/internal/fault"
 )
 
@@ -251,7 +252,7 @@ func (c *Child) Stop(ctx context.Context) error {
 	if err := c.stopDaemon(ctx); err != nil {
 		return err
 	}
-	roots, err := cgroupRoots()
+	roots, err := cgroup.Roots()
 	if err != nil {
 		return err
 	}
@@ -278,7 +279,7 @@ func (c *Child) Stop(ctx context.Context) error {
 		return errorf(err, "stop containerd")
 	}
 	if c.config.Cgroup != "" {
-		return removeCgroup(ctx, roots, c.config.Cgroup)
+		return cgroup.Remove(ctx, roots, c.config.Cgroup)
 	}
 	return nil
 }
@@ -313,7 +314,7 @@ func (c *Child) stopDaemon(ctx context.Context) error {
 	return c.Kill(ctx)
 }
 
-func (c *Child) stopShims(ctx context.Context, roots []cgroupRoot) error {
+func (c *Child) stopShims(ctx context.Context, roots []cgroup.Root) error {
 	shims, err := findProcesses(func(argv []string) bool {
 		return strings.HasPrefix(filepath.Base(argv[0]), "containerd-shim") && argument(argv, "-address") == c.config.Address
 	})
@@ -337,10 +338,10 @@ func (c *Child) stopShims(ctx context.Context, roots []cgroupRoot) error {
 			if ns, err := os.Readlink(fmt.Sprintf("/proc/%d/ns/pid", child.pid)); err != nil || ns == own {
 				continue
 			}
-			for _, cgroup := range cgroupsOf(child.pid) {
+			for _, group := range cgroupsOf(child.pid) {
 				// In a hierarchy that the runtime does not use, it is in a cgroup of somebody else's.
-				if filepath.Base(cgroup) == argument(shim.argv, "-id") {
-					cgroups = append(cgroups, cgroup)
+				if filepath.Base(group) == argument(shim.argv, "-id") {
+					cgroups = append(cgroups, group)
 				}
 			}
 			if err := child.signal(unix.SIGKILL); err != nil {
@@ -353,8 +354,8 @@ func (c *Child) stopShims(ctx context.Context, roots []cgroupRoot) error {
 			}
 		}
 		slices.Sort(cgroups)
-		for _, cgroup := range slices.Compact(cgroups) {
-			if err := removeCgroup(ctx, roots, cgroup); err != nil {
+		for _, group := range slices.Compact(cgroups) {
+			if err := cgroup.Remove(ctx, roots, group); err != nil {
 				return err
 			}
 		}
@@ -408,15 +409,15 @@ func unmountBelow(dir string) error {
 
 // enterCgroup puts a process into a cgroup of every hierarchy. A hierarchy that refuses (a v1 cpuset without CPUs, a v2
 // parent with processes of its own) is left out as long as one accepts.
-func enterCgroup(cgroup string, pid int) error {
-	roots, err := cgroupRoots()
+func enterCgroup(group string, pid int) error {
+	roots, err := cgroup.Roots()
 	if err != nil {
 		return err
 	}
 	entered := false
 	var errs []error
 	for _, root := range roots {
-		dir := filepath.Join(root.path, cgroup)
+		dir := filepath.Join(root.Path, group)
 		err := os.MkdirAll(dir, 0o755)
 		if err == nil {
 			err = os.WriteFile(filepath.Join(dir, "cgroup.procs"), []byte(strconv.Itoa(pid)), 0)
@@ -428,7 +429,7 @@ func enterCgroup(cgroup string, pid int) error {
 		entered = true
 	}
 	if !entered {
-		return fmt.Errorf("put containerd (PID %d) into cgroup %s: %w", pid, cgroup, errors.Join(errs...))
+		return fmt.Errorf("put containerd (PID %d) into cgroup %s: %w", pid, group, errors.Join(errs...))
 	}
 	return nil
 }

@@ -20,6 +20,7 @@ import (
 	"github.com/containerd/errdefs/pkg/errgrpc"
 	"github.com/containerd/typeurl/v2"
 
+	"github.com/flux-sandbox/flux-sandbox/internal/cgroup"
 	"github.com/flux-sandbox/flux-sandbox/internal/fault"
 )
 
@@ -244,7 +245,7 @@ func (r *Runtime) removeStale(ctx context.Context, uid string) error {
 	if _, err := os.Stat(state); errors.Is(err, os.ErrNotExist) {
 		return nil
 	}
-	if err := removeCgroup(ctx, r.cgroups, r.cgroupPath(uid)); err != nil {
+	if err := cgroup.Remove(ctx, r.cgroups, r.cgroupPath(uid)); err != nil {
 		return err
 	}
 	return os.RemoveAll(state)

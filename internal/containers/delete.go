@@ -5,6 +5,8 @@ import (
 
 	"github.com/containerd/errdefs"
 	"golang.org/x/sys/unix"
+
+	"github.com/flux-sandbox/flux-sandbox/internal/cgroup"
 )
 
 // Delete removes a sandbox and everything that is made of it, running or not, complete or not. Its log goes too. A UID
@@ -52,7 +54,7 @@ func (r *Runtime) delete(ctx context.Context, uid string) error {
 		return err
 	}
 	if err := r.step(StepDeleteCgroup, func() error {
-		if err := removeCgroup(ctx, r.cgroups, r.cgroupPath(uid)); err != nil {
+		if err := cgroup.Remove(ctx, r.cgroups, r.cgroupPath(uid)); err != nil {
 			return err
 		}
 		r.removeEmptyParents()

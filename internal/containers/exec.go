@@ -20,6 +20,7 @@ import (
 	"github.com/containerd/typeurl/v2"
 	"golang.org/x/sys/unix"
 
+	"github.com/flux-sandbox/flux-sandbox/internal/cgroup"
 	"github.com/flux-sandbox/flux-sandbox/internal/fault"
 )
 
@@ -388,11 +389,11 @@ func (l *lockedWriter) Write(p []byte) (int, error) {
 
 // killSession kills the processes of a cgroup that belong to the session of leader. A process that made a session of
 // its own has left the command's, as with a terminal's hang-up.
-func killSession(roots []cgroupRoot, cgroup string, leader int) {
+func killSession(roots []cgroup.Root, group string, leader int) {
 	if leader <= 0 {
 		return
 	}
-	for _, pid := range cgroupProcesses(roots, cgroup) {
+	for _, pid := range cgroup.Processes(roots, group) {
 		// The pidfd pins the process, so that the check and the kill are about the same one.
 		fd, err := unix.PidfdOpen(pid, 0)
 		if err != nil {

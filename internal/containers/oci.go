@@ -13,6 +13,8 @@ import (
 	ocispec "github.com/opencontainers/image-spec/specs-go/v1"
 	"github.com/opencontainers/runtime-spec/specs-go"
 	"golang.org/x/sys/unix"
+
+	"github.com/flux-sandbox/flux-sandbox/internal/cgroup"
 )
 
 // InitTarget is where the sandbox sees its PID 1's program. /dev is a tmpfs of the sandbox's own in every image, so
@@ -70,7 +72,7 @@ func (r *Runtime) ociSpec(ctx context.Context, spec Spec, image ocispec.ImageCon
 	p.Rlimits = openFiles()
 	generated.Linux.Resources.CPU, generated.Linux.Resources.Memory, generated.Linux.Resources.Pids = r.limits(spec.Resources)
 	generated.Mounts = append(generated.Mounts, r.mounts(spec.UID)...)
-	if root, ok := controllerRoot(r.cgroups, "memory"); ok && root.v2 {
+	if root, ok := cgroup.Controller(r.cgroups, "memory"); ok && root.V2 {
 		// Programs look up their limits there. On cgroup v1 it would be a mount per controller, some 30 ms of creation.
 		generated.Linux.Namespaces = append(generated.Linux.Namespaces, specs.LinuxNamespace{Type: specs.CgroupNamespace})
 		generated.Mounts = append(generated.Mounts, specs.Mount{

@@ -19,6 +19,7 @@ import (
 	"google.golang.org/grpc/connectivity"
 	"google.golang.org/grpc/status"
 
+	"github.com/flux-sandbox/flux-sandbox/internal/cgroup"
 	"github.com/flux-sandbox/flux-sandbox/internal/fault"
 )
 
@@ -29,7 +30,7 @@ type Runtime struct {
 	client  *containerd.Client
 	locks   keyedLocks
 	images  imageCache
-	cgroups []cgroupRoot
+	cgroups []cgroup.Root
 
 	// cgroupParent guards the existence of the parent cgroup: read-locked while a task is created below it, locked while
 	// it is removed.
@@ -55,7 +56,7 @@ func Open(ctx context.Context, config Config) (*Runtime, error) {
 	if st, err := os.Stat(config.Address); err != nil || st.Mode()&os.ModeSocket == 0 {
 		return nil, noContainerd(config.Address, "there is no socket")
 	}
-	roots, err := cgroupRoots()
+	roots, err := cgroup.Roots()
 	if err != nil {
 		return nil, err
 	}

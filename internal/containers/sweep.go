@@ -83,7 +83,7 @@ func (r *Runtime) Leftovers(ctx context.Context) ([]Leftover, error) {
 		}
 	}
 	for _, root := range r.cgroups {
-		for _, dir := range subdirectories(filepath.Join(root.path, r.config.CgroupParent)) {
+		for _, dir := range subdirectories(filepath.Join(root.Path, r.config.CgroupParent)) {
 			if uid := filepath.Base(dir); !owned[uid] {
 				found = append(found, Leftover{LeftoverCgroup, uid, dir})
 			}

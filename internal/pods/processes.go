@@ -1,20 +1,20 @@
 package pods
 
 import (
-	"io/fs"
 	"os"
 	"path"
 	"path/filepath"
+	"slices"
 	"strconv"
 	"strings"
-)
 
-const cgroupRoot = "/sys/fs/cgroup"
+	"github.com/flux-sandbox/flux-sandbox/internal/cgroup"
+)
 
 // Processes are the host PIDs of a container that is Alive.
 func (r *Runtime) Processes(c Container) []int {
-	if dir, ok := cgroupDir(c); ok {
-		return processesBelow(dir)
+	if group, ok := r.cgroupOf(c); ok {
+		return cgroup.Processes([]cgroup.Root{r.pids}, group)
 	}
 	return processesOf(c.ID)
 }
@@ -38,8 +38,8 @@ func InCgroup(text, containerID string) bool {
 	return false
 }
 
-// cgroupDir is the directory of a container's cgroup in the unified hierarchy, or in that of the pids controller.
-func cgroupDir(c Container) (string, bool) {
+// cgroupOf is a container's cgroup in the hierarchy of the pids controller, which every process of it is in.
+func (r *Runtime) cgroupOf(c Container) (string, bool) {
 	text, err := os.ReadFile("/proc/" + strconv.Itoa(c.PID) + "/cgroup")
 	if err != nil {
 		return "", false
@@ -51,43 +51,17 @@ func cgroupDir(c Container) (string, bool) {
 		if strings.Contains(where, "..") || !InCgroup(line, c.ID) {
 			continue
 		}
-		root := cgroupRoot
-		if id != "0" {
-			if controllers != "pids" {
-				continue
-			}
-			root = filepath.Join(cgroupRoot, "pids")
+		if r.pids.V2 != (id == "0") || !r.pids.V2 && !slices.Contains(strings.Split(controllers, ","), "pids") {
+			continue
 		}
 		for path.Base(path.Dir(where)) != "." && path.Dir(where) != "/" && InCgroup("0::"+path.Dir(where), c.ID) {
 			where = path.Dir(where)
 		}
-		dir := filepath.Join(root, where)
-		if _, err := os.Stat(filepath.Join(dir, "cgroup.procs")); err == nil {
-			return dir, true
+		if _, err := os.Stat(filepath.Join(r.pids.Path, where, "cgroup.procs")); err == nil {
+			return where, true
 		}
 	}
 	return "", false
-}
-
-// processesBelow are the processes of a cgroup and those below it. A cgroup that vanishes meanwhile has none.
-func processesBelow(dir string) []int {
-	var pids []int
-	_ = filepath.WalkDir(dir, func(p string, d fs.DirEntry, err error) error {
-		if err != nil || !d.IsDir() {
-			return nil
-		}
-		text, err := os.ReadFile(filepath.Join(p, "cgroup.procs"))
-		if err != nil {
-			return nil
-		}
-		for field := range strings.FieldsSeq(string(text)) {
-			if pid, err := strconv.Atoi(field); err == nil && pid > 0 {
-				pids = append(pids, pid)
-			}
-		}
-		return nil
-	})
-	return pids
 }
 
 // processesOf looks at every process of the node.

@@ -11,6 +11,7 @@ import (
 	"github.com/containerd/containerd/v2/pkg/namespaces"
 	"github.com/containerd/errdefs"
 
+	"github.com/flux-sandbox/flux-sandbox/internal/cgroup"
 	"github.com/flux-sandbox/flux-sandbox/internal/fault"
 )
 
@@ -38,6 +39,7 @@ type Config struct {
 type Runtime struct {
 	config    Config
 	client    *containerd.Client
+	pids      cgroup.Root // the hierarchy in which processes are looked for
 	known     knownContainers
 	connected atomic.Bool
 }
@@ -53,11 +55,16 @@ func Open(ctx context.Context, config Config) (*Runtime, error) {
 	if config.Log == nil {
 		config.Log = slog.New(slog.DiscardHandler)
 	}
+	roots, err := cgroup.Roots()
+	if err != nil {
+		return nil, fmt.Errorf("pods: %w", err)
+	}
 	client, err := containerd.New(config.Address)
 	if err != nil {
 		return nil, fault.New(errdefs.ErrUnavailable, fault.AgentUnavailable, "pods: no containerd at %s: %w", config.Address, err)
 	}
 	r := &Runtime{config: config, client: client, known: knownContainers{pods: map[string]string{}}}
+	r.pids, _ = cgroup.Controller(roots, "pids") // without it, every process of the node is looked at
 	if _, err := client.Version(r.context(ctx)); err != nil {
 		client.Close()
 		return nil, fmt.Errorf("pods: connect to containerd at %s: %w", config.Address, err)

@@ -35,6 +35,7 @@ var layers = []layer{
 	// The ground floor. What is not allowed here cannot creep in from above.
 	{dir: "internal/mount", only: []string{"golang.org/x/sys", "github.com/moby/sys/mountinfo", "github.com/containerd/errdefs"}},
 	{dir: "internal/capacity", never: clients},
+	{dir: "internal/cgroup", only: []string{"golang.org/x/sys", "github.com/moby/sys/mountinfo"}},
 	{dir: "internal/fault", never: clients},
 	{dir: "internal/failpoint", only: []string{}},
 	{dir: "internal/version", only: []string{}},
@@ -42,8 +43,8 @@ var layers = []layer{
 
 	// One floor up: each knows the kernel or the API, none knows another but where it must.
 	{dir: "internal/identity", may: leaves, never: clients},
-	{dir: "internal/containers", may: slices.Concat(leaves, []string{"internal/mount", "internal/capacity"}), never: kubernetesClients},
-	{dir: "internal/pods", may: leaves, never: kubernetesClients},
+	{dir: "internal/containers", may: slices.Concat(leaves, []string{"internal/cgroup", "internal/mount", "internal/capacity"}), never: kubernetesClients},
+	{dir: "internal/pods", may: slices.Concat(leaves, []string{"internal/cgroup"}), never: kubernetesClients},
 	{dir: "internal/volume", may: slices.Concat(leaves, []string{"internal/mount", "internal/capacity"}), never: clients},
 	{dir: "internal/store", may: leaves, never: clients},
 	{dir: "internal/store/kube", may: slices.Concat(leaves, []string{"internal/store"}), never: containerdClient},
