@@ -16,6 +16,7 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
 	"k8s.io/apimachinery/pkg/runtime"
+	"k8s.io/apimachinery/pkg/runtime/schema"
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/client-go/dynamic"
 	"k8s.io/client-go/kubernetes"
@@ -171,20 +172,17 @@ func (c *cluster) dir(name string) string {
 	return c.data(name)
 }
 
-func (c *cluster) create(resource any, object any) {
+// kinds are the kinds of the resources.
+var kinds = map[schema.GroupVersionResource]string{sandboxes: "Sandbox", groups: "SandboxGroup"}
+
+func (c *cluster) create(resource schema.GroupVersionResource, object any) {
 	c.t.Helper()
-	gvr := sandboxes
-	kind := "Sandbox"
-	if resource == groups {
-		gvr, kind = groups, "SandboxGroup"
-	}
 	content, err := runtime.DefaultUnstructuredConverter.ToUnstructured(object)
 	must(c.t, err)
 	u := &unstructured.Unstructured{Object: content}
-	u.SetAPIVersion(v1alpha1.GroupVersion.String())
-	u.SetKind(kind)
+	u.SetGroupVersionKind(v1alpha1.GroupVersion.WithKind(kinds[resource]))
 	delete(u.Object, "status")
-	_, err = c.dynamic.Resource(gvr).Namespace(c.namespace).Create(c.t.Context(), u, metav1.CreateOptions{})
+	_, err = c.dynamic.Resource(resource).Namespace(c.namespace).Create(c.t.Context(), u, metav1.CreateOptions{})
 	must(c.t, err)
 }
 
@@ -234,14 +232,10 @@ func decode(t *testing.T, u *unstructured.Unstructured) *v1alpha1.Sandbox {
 	return &sb
 }
 
-// patch is a merge patch of a sandbox, as kubectl patch sends it.
-func (c *cluster) patch(resource any, name, patch string) {
+// patch is a merge patch of an object, as kubectl patch sends it.
+func (c *cluster) patch(resource schema.GroupVersionResource, name, patch string) {
 	c.t.Helper()
-	gvr := sandboxes
-	if resource == groups {
-		gvr = groups
-	}
-	_, err := c.dynamic.Resource(gvr).Namespace(c.namespace).Patch(c.t.Context(), name, types.MergePatchType, []byte(patch), metav1.PatchOptions{})
+	_, err := c.dynamic.Resource(resource).Namespace(c.namespace).Patch(c.t.Context(), name, types.MergePatchType, []byte(patch), metav1.PatchOptions{})
 	must(c.t, err)
 }
 
