@@ -190,10 +190,11 @@ func leading(controllers []string) (n int) {
 		}
 		text, err := io.ReadAll(response.Body)
 		_ = response.Body.Close()
-		if err != nil || !strings.Contains(string(text), "flux_controller_leading ") {
+		_, value, found := strings.Cut(string(text), "\nflux_controller_leading ") // not the line of its help
+		if err != nil || !found {
 			return -1
 		}
-		if strings.Contains(string(text), "flux_controller_leading 1") {
+		if strings.HasPrefix(value, "1\n") {
 			n++
 		}
 	}

@@ -34,6 +34,7 @@ const (
 	keepWhileAway = 10 * time.Minute
 	maxUsers      = 1 << 12
 	maxRights     = 1 << 14
+	maxTenants    = 1 << 12
 )
 
 // reads are the verbs that go on while the API server is away.
@@ -84,11 +85,12 @@ func New(options Options) (*Callers, error) {
 	if options.Logger == nil {
 		options.Logger = slog.Default()
 	}
+	away := &outage{}
 	return &Callers{
 		options: options,
 		log:     options.Logger,
-		users:   newAnswers[grpcapi.Identity](maxUsers, options.Clock),
-		rights:  newAnswers[bool](maxRights, options.Clock),
+		users:   newAnswers[grpcapi.Identity](maxUsers, options.Clock, away),
+		rights:  newAnswers[bool](maxRights, options.Clock, away),
 	}, nil
 }
 

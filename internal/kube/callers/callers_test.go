@@ -13,6 +13,7 @@ import (
 	"sync"
 	"sync/atomic"
 	"testing"
+	"testing/synctest"
 	"time"
 
 	"github.com/containerd/errdefs"
@@ -26,11 +27,13 @@ import (
 	corev1listers "k8s.io/client-go/listers/core/v1"
 	k8stesting "k8s.io/client-go/testing"
 	"k8s.io/client-go/tools/cache"
+	"k8s.io/utils/clock"
 	testclock "k8s.io/utils/clock/testing"
 
 	"github.com/flux-sandbox/flux-sandbox/api/sandbox/v1alpha1"
 	"github.com/flux-sandbox/flux-sandbox/internal/fault"
 	"github.com/flux-sandbox/flux-sandbox/internal/grpcapi"
+	"github.com/flux-sandbox/flux-sandbox/internal/kube/tokens"
 	"github.com/flux-sandbox/flux-sandbox/internal/testenv/apiserver"
 )
 
@@ -349,8 +352,11 @@ func TestTenantOfANamespace(t *testing.T) {
 		t.Errorf("nowhere: %v", err)
 	}
 	client.PrependReactor("get", "namespaces", func(k8stesting.Action) (bool, runtime.Object, error) { return true, nil, errors.New("away") })
-	if _, err := tenantOf(t.Context(), "unknown"); err == nil || errdefs.IsNotFound(err) {
+	if _, err := tenantOf(t.Context(), "unknown"); fault.ReasonOf(err) != fault.AuthUnavailable {
 		t.Errorf("the API server is away: %v", err)
+	}
+	if got, err := tenantOf(t.Context(), "new"); err != nil || got != "fresh" { // the cache is behind, and it was asked before
+		t.Errorf("the API server is away, and was asked before: %q, %v", got, err)
 	}
 }
 
@@ -373,4 +379,38 @@ func TestClaims(t *testing.T) {
 			t.Errorf("%s: %s, want %s", token, got, want)
 		}
 	}
+}
+
+// An API server that hangs is waited for once, not once for every question of every call.
+func TestAHangingAPIServerIsWaitedForOnce(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		ctx, cancel := context.WithCancel(t.Context())
+		hangs := false
+		a := newAnswers[string](10, clock.RealClock{}, &outage{})
+		ask := func(context.Context) (answer[string], error) {
+			if hangs {
+				<-ctx.Done()
+				return answer[string]{}, tokens.Unavailable(ctx.Err(), "away")
+			}
+			return answer[string]{value: "yes", away: time.Hour}, nil
+		}
+		get := func(question string) time.Duration {
+			before := time.Now()
+			if got, err := a.get(t.Context(), []byte(question), ask); err != nil || got != "yes" {
+				t.Errorf("%s: %q, %v", question, got, err)
+			}
+			return time.Since(before)
+		}
+		get("who")
+		get("may")
+		hangs = true
+		if waited := get("who"); waited != awayPatience {
+			t.Errorf("the first question waited %s", waited)
+		}
+		if waited := get("may"); waited != stillAwayPatience {
+			t.Errorf("the second question waited %s", waited)
+		}
+		cancel()
+		synctest.Wait()
+	})
 }

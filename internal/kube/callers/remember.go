@@ -3,6 +3,7 @@ package callers
 import (
 	"context"
 	"crypto/sha256"
+	"sync/atomic"
 	"time"
 
 	"golang.org/x/sync/singleflight"
@@ -15,15 +16,34 @@ import (
 // askTimeout bounds one question to the API server.
 const askTimeout = 10 * time.Second
 
-// awayPatience is how long an API server that does not answer is waited for where its last answer will do.
-const awayPatience = 2 * time.Second
+// awayPatience is how long an API server that does not answer is waited for where its last answer will do, and
+// stillAwayPatience within awayFor of that: a call with several questions waits once.
+const (
+	awayPatience      = 2 * time.Second
+	stillAwayPatience = 200 * time.Millisecond
+	awayFor           = 10 * time.Second
+)
+
+// outage knows since when the API server has not answered.
+type outage struct{ seen atomic.Pointer[time.Time] }
+
+func (o *outage) noticed(now time.Time) { o.seen.Store(&now) }
+
+func (o *outage) recent(now time.Time) bool {
+	seen := o.seen.Load()
+	return seen != nil && now.Sub(*seen) < awayFor
+}
+
+func (o *outage) over() { o.seen.Store(nil) }
 
 // answers remembers answers of the API server for a while, and asks the same question once at a time.
 type answers[V any] struct {
 	remembered *cache.LRUExpireCache
 	// last has answers that will do for longer when the API server does not answer.
-	last  *cache.LRUExpireCache
-	asked singleflight.Group
+	last   *cache.LRUExpireCache
+	asked  singleflight.Group
+	clock  clock.PassiveClock
+	outage *outage
 }
 
 // answer is what the API server said. keep is how long it is taken for true, away how long while the API server cannot be
@@ -33,8 +53,8 @@ type answer[V any] struct {
 	keep, away time.Duration
 }
 
-func newAnswers[V any](size int, clock clock.PassiveClock) *answers[V] {
-	return &answers[V]{remembered: cache.NewLRUExpireCacheWithClock(size, clock), last: cache.NewLRUExpireCacheWithClock(size, clock)}
+func newAnswers[V any](size int, clock clock.PassiveClock, outage *outage) *answers[V] {
+	return &answers[V]{remembered: cache.NewLRUExpireCacheWithClock(size, clock), last: cache.NewLRUExpireCacheWithClock(size, clock), clock: clock, outage: outage}
 }
 
 // get returns the answer to a question: a remembered one, or what ask returns, remembered for as long as it says. An
@@ -49,7 +69,10 @@ func (a *answers[V]) get(ctx context.Context, question []byte, ask func(context.
 		ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), askTimeout)
 		defer cancel()
 		got, err := ask(ctx)
-		if fault.ReasonOf(err) != fault.AuthUnavailable {
+		if fault.ReasonOf(err) == fault.AuthUnavailable {
+			a.outage.noticed(a.clock.Now())
+		} else {
+			a.outage.over()
 			a.last.Remove(key)
 		}
 		if err != nil {
@@ -66,7 +89,11 @@ func (a *answers[V]) get(ctx context.Context, question []byte, ask func(context.
 	last, known := a.last.Get(key)
 	var patience <-chan time.Time
 	if known {
-		timer := time.NewTimer(awayPatience)
+		wait := awayPatience
+		if a.outage.recent(a.clock.Now()) {
+			wait = stillAwayPatience
+		}
+		timer := time.NewTimer(wait)
 		defer timer.Stop()
 		patience = timer.C
 	}
@@ -77,6 +104,7 @@ func (a *answers[V]) get(ctx context.Context, question []byte, ask func(context.
 		}
 		return r.Val.(V), r.Err
 	case <-patience:
+		a.outage.noticed(a.clock.Now())
 		return last.(V), nil
 	case <-ctx.Done():
 		var none V
