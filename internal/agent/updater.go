@@ -301,7 +301,7 @@ func (u *ContainerMountUpdater) readyAtOnce(request volume.Request, r *readyVolu
 func (u *ContainerMountUpdater) place(ctx context.Context, sb *sandbox, record journal.Volume, r *readyVolume, write func(journal.Change) error) (journal.Volume, error) {
 	timing, tree := r.timing, r.tree
 	failed := func(err error) (journal.Volume, error) {
-		return record, fmt.Errorf("attach %s: %w", record.Target, sb.unlessGone(err))
+		return record, naming(record.Target, sb.unlessGone(err))
 	}
 	ns, err := sb.enter()
 	if err != nil {
@@ -339,6 +339,15 @@ func (u *ContainerMountUpdater) place(ctx context.Context, sb *sandbox, record j
 	}
 	record.Stages = timing.Results // with this last one
 	return record, nil
+}
+
+// naming says on which target an attach failed, unless the error says it already.
+func naming(target string, err error) error {
+	var known *mount.Error
+	if errors.As(err, &known) && known.Op == "attach" && known.Path == target {
+		return err
+	}
+	return fmt.Errorf("attach %s: %w", target, err)
 }
 
 // incomplete is the error of a rollback that could not be finished.

@@ -3,6 +3,7 @@ package scheduler
 import (
 	"context"
 	"errors"
+	"fmt"
 	"slices"
 	"strings"
 	"time"
@@ -154,6 +155,9 @@ func (p *pass) running() {
 			st.Phase, st.Reason, st.Message = v1alpha1.SandboxPending, m.GetReason(), m.GetTarget()+": "+m.GetMessage()
 			return
 		}
+	}
+	if st.Message == "" && p.state.ExitCode != nil {
+		st.Message = fmt.Sprintf("the process ended with exit code %d and is started again; its log may say why", p.state.GetExitCode())
 	}
 }
 

@@ -111,7 +111,7 @@ func (s *Source) Prepare(ctx context.Context, r volume.Request) (volume.Prepared
 		err = s.prepareDirectory(r, d, &prepared)
 	}
 	if err != nil {
-		return volume.Prepared{}, lift(err, "prepare source %s", r.Source)
+		return volume.Prepared{}, lift(err, "%s", r.Source)
 	}
 	if prepared.Details, err = json.Marshal(d); err != nil {
 		return volume.Prepared{}, fmt.Errorf("record source %s: %w", r.Source, err)
