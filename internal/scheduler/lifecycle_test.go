@@ -2,6 +2,7 @@ package scheduler
 
 import (
 	"slices"
+	"strings"
 	"testing"
 	"time"
 
@@ -288,7 +289,10 @@ func TestRestartByTheAgent(t *testing.T) {
 	w := newWorld(t)
 	uid := w.running("a", func(sb *v1alpha1.Sandbox) { sb.Spec.DynamicVolumes = []v1alpha1.DynamicVolume{local("/data", "")} })
 	w.agent().change(uid, func(s *agentv1.SandboxState) { s.Phase, s.ExitCode, s.Restarts = stateRestarting, proto.Int32(1), 1 })
-	w.eventually("shown", func() bool { return w.get("a").Status.Reason == "Restarting" })
+	w.eventually("shown", func() bool {
+		st := w.get("a").Status
+		return st.Reason == "Restarting" && strings.Contains(st.Message, "exit code 1 ")
+	})
 	if st := w.get("a").Status; st.Phase != v1alpha1.SandboxRunning || st.Restarts != 1 || meta.IsStatusConditionTrue(st.Conditions, v1alpha1.ConditionReady) {
 		t.Errorf("status %+v", st)
 	}
