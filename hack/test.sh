@@ -21,7 +21,7 @@ trap 'rm -f "$tally"' EXIT
 failed=()
 
 # Packages whose tests change the machine: one at a time.
-integration_dirs='^(internal/(mount|capacity|containers|pods|agent)|test)(/|$)'
+integration_dirs='^(internal/(mount|capacity|containers|pods|agent|csidriver)|test)(/|$)'
 
 # packages PATTERN: our packages whose path below the module matches, without those of the stage apiserver.
 packages() { go list -f '{{.ImportPath}}' ./... | sed "s|^$module/||" | grep -E "$1" | sed 's|^|./|' | grep -vxFf <(apiserver_packages); }
@@ -70,6 +70,7 @@ stage() {
 		with_cri integration || return
 		flags='-race -p 1 -count=1'
 		tests integration $(packages "$integration_dirs" | grep -vE '^\./test/(house|crash|e2e)')
+		dir=test/csisanity tests "CSI sanity" ./...
 		;;
 	containerd2)
 		local bin

@@ -1,0 +1,157 @@
+package csidriver
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+	"sync"
+
+	"github.com/container-storage-interface/spec/lib/go/csi"
+	"github.com/containerd/errdefs"
+	"golang.org/x/sys/unix"
+	"google.golang.org/grpc"
+
+	"github.com/flux-sandbox/flux-sandbox/internal/capacity"
+	"github.com/flux-sandbox/flux-sandbox/internal/failpoint"
+	"github.com/flux-sandbox/flux-sandbox/internal/fault"
+)
+
+const (
+	// Name is the driver's name.
+	Name = "local.csi.sandbox.flux.io"
+	// TopologyNode is the topology key of the node that a volume lies on.
+	TopologyNode = "topology." + Name + "/node"
+)
+
+// Config says where and how a driver works.
+type Config struct {
+	// Pool is the folder of the images. It is made if it is not there.
+	Pool string
+	// Node is the node's name.
+	Node string
+	// DomainKey and Domain are the label and the value of the node's topology domain; Domain is empty where it has none.
+	DomainKey, Domain string
+	// Overcommit is by what factor thin volumes may promise more than is free; 1 when zero.
+	Overcommit float64
+	// Version is told to the callers.
+	Version string
+}
+
+// Driver serves CSI's three services. New makes one.
+type Driver struct {
+	csi.UnimplementedIdentityServer
+	csi.UnimplementedControllerServer
+	csi.UnimplementedNodeServer
+
+	config Config
+	pool   *capacity.Pool
+	loops  capacity.Loops
+	lock   *os.File
+
+	mu   sync.Mutex // guards busy
+	busy map[string]bool
+}
+
+var (
+	imageSteps     = failpoint.Steps("csi-image", capacity.CreateSteps)
+	deviceSteps    = failpoint.Steps("csi-device", capacity.AttachSteps)
+	createSteps    = failpoint.Steps("csi-create", []string{"image", "record"})
+	deleteSteps    = failpoint.Steps("csi-delete", []string{"forget", "remove"})
+	publishSteps   = failpoint.Steps("csi-publish", []string{"target", "device", "mount"})
+	unpublishSteps = failpoint.Steps("csi-unpublish", []string{"unmount", "target"})
+)
+
+// step runs one step of an operation between its failpoints.
+func step(steps func(string, bool), name string, f func() error) error {
+	steps(name, false)
+	if err := f(); err != nil {
+		return err
+	}
+	steps(name, true)
+	return nil
+}
+
+// New opens the pool and repairs what a killed driver left in it. The caller closes the Driver.
+func New(ctx context.Context, config Config) (*Driver, error) {
+	switch {
+	case config.Node == "":
+		return nil, fault.New(errdefs.ErrInvalidArgument, fault.InvalidRequest, "the driver needs the name of its node")
+	case !filepath.IsAbs(config.Pool):
+		return nil, fault.New(errdefs.ErrInvalidArgument, fault.InvalidRequest, "the pool %q is no absolute path", config.Pool)
+	case config.Overcommit != 0 && config.Overcommit < 1:
+		return nil, fault.New(errdefs.ErrInvalidArgument, fault.InvalidRequest, "the overcommit %g is below 1", config.Overcommit)
+	}
+	if err := os.MkdirAll(config.Pool, 0o700); err != nil {
+		return nil, fmt.Errorf("make the pool: %w", err)
+	}
+	dir, err := os.Open(config.Pool)
+	if err != nil {
+		return nil, fmt.Errorf("open the pool: %w", err)
+	}
+	d := &Driver{config: config, busy: map[string]bool{}, loops: capacity.Loops{Observe: deviceSteps},
+		pool: &capacity.Pool{Dir: dir, Overcommit: config.Overcommit, Observe: imageSteps}}
+	if err := d.open(ctx); err != nil {
+		d.Close()
+		return nil, err
+	}
+	return d, nil
+}
+
+// open takes the pool for this process and repairs it.
+func (d *Driver) open(ctx context.Context) (err error) {
+	d.lock, err = os.OpenFile(filepath.Join(d.config.Pool, "lock"), os.O_RDWR|os.O_CREATE, 0o600)
+	if err != nil {
+		return fmt.Errorf("lock the pool: %w", err)
+	}
+	err = unix.Flock(int(d.lock.Fd()), unix.LOCK_EX|unix.LOCK_NB)
+	if errors.Is(err, unix.EWOULDBLOCK) {
+		return fault.New(errdefs.ErrUnavailable, fault.Busy, "another driver has the pool %s: wait until it has ended", d.config.Pool)
+	}
+	if err != nil {
+		return fmt.Errorf("lock the pool %s: %w", d.config.Pool, err)
+	}
+	return d.repair(ctx)
+}
+
+// Close lets go of the pool. Published volumes stay.
+func (d *Driver) Close() error {
+	err := d.pool.Dir.Close()
+	if d.lock != nil {
+		err = errors.Join(err, d.lock.Close())
+	}
+	return err
+}
+
+// Register registers the driver's services.
+func (d *Driver) Register(s grpc.ServiceRegistrar) {
+	csi.RegisterIdentityServer(s, d)
+	csi.RegisterControllerServer(s, d)
+	csi.RegisterNodeServer(s, d)
+}
+
+// Interceptor makes gRPC statuses of the driver's errors: every server of a Driver needs it.
+func Interceptor(ctx context.Context, request any, _ *grpc.UnaryServerInfo, handler grpc.UnaryHandler) (any, error) {
+	response, err := handler(ctx, request)
+	return response, fault.ToGRPC(err)
+}
+
+// turn makes this call the only one for a volume, until done is called.
+func (d *Driver) turn(id string) (done func(), err error) {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	if d.busy[id] {
+		return nil, fault.New(errdefs.ErrAborted, fault.OperationPending, "another call for the volume %s is under way: try again", id)
+	}
+	d.busy[id] = true
+	return func() {
+		d.mu.Lock()
+		defer d.mu.Unlock()
+		delete(d.busy, id)
+	}, nil
+}
+
+func invalid(format string, args ...any) error {
+	return fault.New(errdefs.ErrInvalidArgument, fault.InvalidRequest, format, args...)
+}
