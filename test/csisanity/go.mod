@@ -33,6 +33,7 @@ require (
 	google.golang.org/protobuf v1.36.12 // indirect
 	gopkg.in/yaml.v2 v2.4.0 // indirect
 	k8s.io/klog/v2 v2.140.0 // indirect
+	k8s.io/kubelet v0.37.2 // indirect
 )
 
 replace github.com/flux-sandbox/flux-sandbox => ../..

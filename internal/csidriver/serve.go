@@ -1,0 +1,119 @@
+package csidriver
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io/fs"
+	"net"
+	"os"
+	"path/filepath"
+
+	"golang.org/x/sync/errgroup"
+	"golang.org/x/sys/unix"
+	"google.golang.org/grpc"
+	registration "k8s.io/kubelet/pkg/apis/pluginregistration/v1"
+)
+
+// Sockets are where a driver is called.
+type Sockets struct {
+	// CSI is the socket of the CSI services, as this process sees it: ".../plugins/local.csi.sandbox.flux.io/csi.sock".
+	CSI string
+	// KubeletCSI is the same socket as kubelet sees it; CSI when empty.
+	KubeletCSI string
+	// Registration is the socket by which kubelet finds the driver, ".../plugins_registry/NAME-reg.sock". Empty where
+	// there is no kubelet.
+	Registration string
+}
+
+// Serve answers on the sockets until ctx ends, and calls ready once it does. Both are for root alone. A call that is
+// under way is answered first.
+func Serve(ctx context.Context, d *Driver, sockets Sockets, ready func()) error {
+	if sockets.KubeletCSI == "" {
+		sockets.KubeletCSI = sockets.CSI
+	}
+	group, ctx := errgroup.WithContext(ctx)
+	serve := func(path string, register func(*grpc.Server)) error {
+		listener, err := listen(path)
+		if err != nil {
+			return err
+		}
+		server := grpc.NewServer(grpc.UnaryInterceptor(Interceptor))
+		register(server)
+		group.Go(func() error { return server.Serve(listener) })
+		group.Go(func() error {
+			<-ctx.Done()
+			server.GracefulStop() // closes the listener, which removes the socket
+			return nil
+		})
+		return nil
+	}
+	err := serve(sockets.CSI, func(s *grpc.Server) { d.Register(s) })
+	// Last: kubelet calls the driver as soon as it sees this one.
+	if err == nil && sockets.Registration != "" {
+		failed := make(chan error, 1)
+		err = serve(sockets.Registration, func(s *grpc.Server) {
+			registration.RegisterRegistrationServer(s, &registrar{endpoint: sockets.KubeletCSI, failed: failed})
+		})
+		group.Go(func() error {
+			select {
+			case err := <-failed:
+				return err
+			case <-ctx.Done():
+				return nil
+			}
+		})
+	}
+	if err != nil {
+		group.Go(func() error { return err })
+	} else {
+		ready()
+	}
+	return group.Wait()
+}
+
+// listen makes the socket with mode 0600, in place of one that a killed process left: New has the pool's lock, so no
+// other driver answers there.
+func listen(path string) (net.Listener, error) {
+	if err := os.MkdirAll(filepath.Dir(path), 0o750); err != nil {
+		return nil, fmt.Errorf("make the folder of the socket: %w", err)
+	}
+	if info, err := os.Lstat(path); err == nil && info.Mode().Type() != fs.ModeSocket {
+		return nil, fmt.Errorf("%s is in the way of the socket: it is no socket, so it is not removed", path)
+	}
+	if err := unix.Unlink(path); err != nil && !errors.Is(err, unix.ENOENT) {
+		return nil, fmt.Errorf("remove the old socket %s: %w", path, err)
+	}
+	// By umask, not chmod: there is no moment in which others may connect. At start nothing else makes files.
+	old := unix.Umask(0o177)
+	defer unix.Umask(old)
+	listener, err := net.Listen("unix", path)
+	if err != nil {
+		return nil, fmt.Errorf("listen: %w", err)
+	}
+	return listener, nil
+}
+
+// registrar is kubelet's plugin registration, which otherwise a sidecar answers.
+type registrar struct {
+	registration.UnimplementedRegistrationServer
+	endpoint string
+	failed   chan<- error
+}
+
+// GetInfo implements registration.RegistrationServer.
+func (r *registrar) GetInfo(context.Context, *registration.InfoRequest) (*registration.PluginInfo, error) {
+	return &registration.PluginInfo{Type: registration.CSIPlugin, Name: Name, Endpoint: r.endpoint, SupportedVersions: []string{"1.0.0"}}, nil
+}
+
+// NotifyRegistrationStatus implements registration.RegistrationServer. A refused driver ends: started again, it is
+// registered again.
+func (r *registrar) NotifyRegistrationStatus(_ context.Context, s *registration.RegistrationStatus) (*registration.RegistrationStatusResponse, error) {
+	if !s.GetPluginRegistered() {
+		select {
+		case r.failed <- fmt.Errorf("kubelet refused the driver: %s", s.GetError()):
+		default: // it ends already
+		}
+	}
+	return &registration.RegistrationStatusResponse{}, nil
+}
