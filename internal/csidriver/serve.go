@@ -40,7 +40,12 @@ func Serve(ctx context.Context, d *Driver, sockets Sockets, ready func()) error 
 		}
 		server := grpc.NewServer(grpc.UnaryInterceptor(Interceptor))
 		register(server)
-		group.Go(func() error { return server.Serve(listener) })
+		group.Go(func() error {
+			if err := server.Serve(listener); !errors.Is(err, grpc.ErrServerStopped) { // stopped before it began
+				return err
+			}
+			return nil
+		})
 		group.Go(func() error {
 			<-ctx.Done()
 			server.GracefulStop() // closes the listener, which removes the socket
