@@ -96,6 +96,16 @@ func TestPlacementRules(t *testing.T) {
 			t.Errorf("placing is not idempotent: %s", got)
 		}
 	})
+	t.Run("who requests nothing is spread all the same", func(t *testing.T) {
+		c := newCluster(t, v1alpha1.SandboxGroupSpec{}, v1alpha1.SubSandboxGroup{}, node(0, "", large), node(1, "", large), node(2, "", large))
+		got := map[string]int{}
+		for range 6 {
+			got[c.place(c.request())]++
+		}
+		if want := map[string]int{"n0": 2, "n1": 2, "n2": 2}; !maps.Equal(got, want) {
+			t.Errorf("placed on %v", got)
+		}
+	})
 	t.Run("the only fitting one is found behind many", func(t *testing.T) {
 		var many []Agent
 		for i := range 50 {

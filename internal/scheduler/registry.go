@@ -427,12 +427,12 @@ func (e *agentEntry) reload() {
 	}
 }
 
-// loadNow is how full the node is, from 0 to 1: by what is scarcest of the bounds it has, or by the number of
-// sandboxes where it has none.
+// loadNow is how full the node is, from 0 to 1: by what is scarcest of the bounds it has, and by the number of sandboxes
+// where that has none, as sandboxes need not request anything.
 func (e *agentEntry) loadNow() float64 {
 	c, load := e.agent.Capacity, 0.0
-	if c == (Capacity{}) {
-		return float64(e.sandboxes) / float64(e.sandboxes+16)
+	if c.Sandboxes == 0 {
+		load = float64(e.sandboxes) / float64(e.sandboxes+16)
 	}
 	for _, x := range [...][2]int64{{e.sandboxes, c.Sandboxes}, {e.cpuMilli, c.CPUMilli}, {e.memoryBytes, c.MemoryBytes}} {
 		if x[1] > 0 {
