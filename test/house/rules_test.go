@@ -47,14 +47,14 @@ func TestEveryPackageExplainsItself(t *testing.T) {
 }
 
 // Waiting for time to pass is a race with a delay: wait for the condition, with a timer that can be stopped
-// and, where time matters, an injected clock. In tests testenv.Poll and testenv.Eventually wait. The only exception is a
-// test in the bubble of testing/synctest: time is injected there, and sleeping is how it passes.
+// and, where time matters, an injected clock. In tests testenv.Poll and testenv.Eventually wait, and in the bubble of
+// testing/synctest a timer on its clock. There are no exceptions.
 func TestNobodySleeps(t *testing.T) {
 	s := sources(t)
 	for _, p := range s.pkgs {
 		for _, f := range p.files {
 			name := f.localName("time")
-			if name == "" || f.test && f.localName("testing/synctest") != "" {
+			if name == "" {
 				continue
 			}
 			ast.Inspect(f.ast, func(n ast.Node) bool {

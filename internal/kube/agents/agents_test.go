@@ -227,7 +227,11 @@ func TestNoPolling(t *testing.T) {
 		go func() { done <- a.Run(ctx) }()
 		<-a.Synced()
 		before := len(client.Actions())
-		time.Sleep(24 * time.Hour) // of the test's own time
+		select {
+		case err := <-done:
+			t.Fatal("it ended:", err)
+		case <-time.After(24 * time.Hour): // of the bubble's clock
+		}
 		if after := len(client.Actions()); after != before {
 			t.Errorf("%d calls in a day of quiet: %v", after-before, client.Actions()[before:])
 		}

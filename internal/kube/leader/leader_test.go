@@ -65,9 +65,12 @@ func TestOneLeadsAtATime(t *testing.T) {
 			t.Errorf("%q leads, the Lease says %q", first, got)
 		}
 		b := stand(t, client, "b")
-		time.Sleep(time.Minute) // of the test's own time
-		if len(b.terms) != 0 || len(a.lost) != 0 {
-			t.Fatal("two lead, or the first lost its lease")
+		select {
+		case second := <-b.terms:
+			t.Fatalf("%q and %q lead", first, second)
+		case <-a.lost:
+			t.Fatal("the first lost its lease")
+		case <-time.After(time.Minute): // of the bubble's clock
 		}
 		// Who stops gives the Lease up when its term has ended: the other needs not wait for it to run out.
 		before := time.Now()
