@@ -5,7 +5,6 @@ import (
 	"errors"
 	"fmt"
 	"os"
-	"path/filepath"
 	"strings"
 	"testing"
 	"time"
@@ -17,11 +16,10 @@ import (
 
 // loopsBelow lists the loop devices whose backing file lies below dir, deleted or not.
 func loopsBelow(dir string) []string {
-	paths, _ := filepath.Glob("/sys/block/loop*/loop/backing_file")
 	var found []string
-	for _, p := range paths {
-		if b, err := os.ReadFile(p); err == nil && strings.HasPrefix(string(b), dir) {
-			found = append(found, fmt.Sprintf("%s: %s", p, strings.TrimSpace(string(b))))
+	for device, file := range testenv.LoopDevices() {
+		if strings.HasPrefix(file, dir) {
+			found = append(found, device+": "+file)
 		}
 	}
 	return found

@@ -37,10 +37,9 @@ func (w world) checkKernel(t testing.TB) {
 	if mounts, err := os.ReadFile("/proc/thread-self/mountinfo"); err != nil || bytes.Contains(mounts, []byte(w.dir)) {
 		t.Errorf("a mount is left below %s (%v)", w.dir, err)
 	}
-	paths, _ := filepath.Glob("/sys/block/loop*/loop/backing_file")
-	for _, p := range paths {
-		if b, _ := os.ReadFile(p); strings.HasPrefix(string(b), w.dir) {
-			t.Errorf("a loop device is left: %s: %s", p, b)
+	for device, file := range testenv.LoopDevices() {
+		if strings.HasPrefix(file, w.dir) {
+			t.Errorf("a loop device is left: %s: %s", device, file)
 		}
 	}
 }

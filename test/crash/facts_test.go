@@ -16,6 +16,7 @@ import (
 	"strings"
 
 	sandboxv1 "github.com/flux-sandbox/flux-sandbox/api/proto/sandbox/v1"
+	"github.com/flux-sandbox/flux-sandbox/internal/testenv"
 )
 
 // facts is the whole state of the machine, one line each, sorted. Numbers that differ from run to run (PIDs, inodes) are
@@ -68,14 +69,9 @@ func (w *world) name() string { return filepath.Base(w.Dir) }
 
 // loops are the loop devices with an image of this machine.
 func (w *world) loops() map[string]string {
-	found := map[string]string{}
-	files, _ := filepath.Glob("/sys/block/loop*/loop/backing_file")
-	for _, f := range files {
-		if b, err := os.ReadFile(f); err == nil && bytes.Contains(b, []byte(w.name())) {
-			found["/dev/"+filepath.Base(filepath.Dir(filepath.Dir(f)))] = strings.TrimSpace(string(b))
-		}
-	}
-	return found
+	loops := testenv.LoopDevices()
+	maps.DeleteFunc(loops, func(_, file string) bool { return !strings.Contains(file, w.name()) })
+	return loops
 }
 
 // mounts looks in every mount namespace that a thread is in: a thread of the server may be in a sandbox's.

@@ -14,6 +14,7 @@ import (
 	"google.golang.org/grpc"
 
 	"github.com/flux-sandbox/flux-sandbox/internal/csidriver"
+	"github.com/flux-sandbox/flux-sandbox/internal/testenv"
 )
 
 func TestSanity(t *testing.T) {
@@ -50,10 +51,9 @@ func TestSanity(t *testing.T) {
 	if err != nil || strings.Contains(string(mounts), dir) {
 		t.Errorf("mounts are left below %s (%v)", dir, err)
 	}
-	loops, _ := filepath.Glob("/sys/block/loop*/loop/backing_file")
-	for _, l := range loops {
-		if b, _ := os.ReadFile(l); strings.HasPrefix(string(b), dir) {
-			t.Errorf("loop device left: %s: %s", l, b)
+	for device, file := range testenv.LoopDevices() {
+		if strings.HasPrefix(file, dir) {
+			t.Errorf("loop device left: %s: %s", device, file)
 		}
 	}
 }

@@ -27,10 +27,9 @@ func nodeState(t *testing.T) state {
 			s = append(s, "mount "+fields[4])
 		}
 	}
-	loops, _ := filepath.Glob("/sys/block/loop*/loop/backing_file")
-	for _, l := range loops {
-		if data, err := os.ReadFile(l); err == nil && strings.Contains(string(data), "flux-localcluster/volumes") {
-			s = append(s, "loop "+strings.TrimSpace(string(data)))
+	for _, file := range testenv.LoopDevices() {
+		if strings.Contains(file, "flux-localcluster/volumes") {
+			s = append(s, "loop "+file)
 		}
 	}
 	for _, pattern := range []string{

@@ -3,9 +3,7 @@ package integration
 import (
 	"context"
 	"encoding/json"
-	"os"
 	"path/filepath"
-	"strings"
 	"testing"
 
 	agentv1 "github.com/flux-sandbox/flux-sandbox/api/proto/agent/v1"
@@ -13,6 +11,7 @@ import (
 	"github.com/flux-sandbox/flux-sandbox/internal/agent"
 	"github.com/flux-sandbox/flux-sandbox/internal/agent/agenttest"
 	"github.com/flux-sandbox/flux-sandbox/internal/mount"
+	"github.com/flux-sandbox/flux-sandbox/internal/testenv"
 	"github.com/flux-sandbox/flux-sandbox/internal/volume"
 )
 
@@ -67,12 +66,10 @@ func (h *hooks) Release(ctx context.Context, p volume.Prepared) error {
 // loopDevices are the loop devices of an image-backed volume, as the kernel has them.
 func loopDevices(t *testing.T, source string) []string {
 	t.Helper()
-	files, err := filepath.Glob("/sys/block/loop*/loop/backing_file")
-	must(t, err)
 	var devices []string
-	for _, f := range files {
-		if b, err := os.ReadFile(f); err == nil && strings.TrimSpace(string(b)) == source+".img" {
-			devices = append(devices, filepath.Base(filepath.Dir(filepath.Dir(f))))
+	for device, file := range testenv.LoopDevices() {
+		if file == source+".img" {
+			devices = append(devices, filepath.Base(device))
 		}
 	}
 	return devices

@@ -119,11 +119,10 @@ func state(t testing.TB, scratch string, limiter *capacitytest.Limiter) []string
 
 // loops are the loop devices on files below dir.
 func loops(dir string) []string {
-	paths, _ := filepath.Glob("/sys/block/loop*/loop/backing_file")
 	var out []string
-	for _, p := range paths {
-		if b, err := os.ReadFile(p); err == nil && strings.HasPrefix(string(b), dir+"/") {
-			out = append(out, "loop of "+strings.TrimSpace(strings.TrimPrefix(string(b), dir)))
+	for _, file := range testenv.LoopDevices() {
+		if rest, below := strings.CutPrefix(file, dir+"/"); below {
+			out = append(out, "loop of /"+rest)
 		}
 	}
 	return out
