@@ -7,6 +7,7 @@ import (
 
 	"github.com/flux-sandbox/flux-sandbox/api/sandbox/v1alpha1"
 	"github.com/flux-sandbox/flux-sandbox/internal/agent/journal"
+	"github.com/flux-sandbox/flux-sandbox/internal/failpoint"
 	"github.com/flux-sandbox/flux-sandbox/internal/fault"
 	"github.com/flux-sandbox/flux-sandbox/internal/mount"
 )
@@ -134,7 +135,7 @@ func (u *ContainerMountUpdater) unmount(ctx context.Context, sb *sandbox, ns *mo
 	ctx, cancel := context.WithTimeout(ctx, helperDeadline)
 	defer cancel()
 	// Seen from here the helper is the unmount.
-	err = observed(opts.Steps, mount.StepUmount, func() (err error) {
+	err = failpoint.Step(opts.Steps, mount.StepUmount, func() (err error) {
 		result, err = mount.DetachInHelper(ctx, sb.init(), record.Target, record.Mount, mount.DetachOptions{Force: opts.Force})
 		return err
 	})

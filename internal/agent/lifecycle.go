@@ -10,6 +10,7 @@ import (
 
 	"github.com/flux-sandbox/flux-sandbox/internal/agent/journal"
 	"github.com/flux-sandbox/flux-sandbox/internal/containers"
+	"github.com/flux-sandbox/flux-sandbox/internal/failpoint"
 	"github.com/flux-sandbox/flux-sandbox/internal/fault"
 	"github.com/flux-sandbox/flux-sandbox/internal/mount"
 )
@@ -47,7 +48,7 @@ func (a *Agent) create(ctx context.Context, spec containers.Spec, fence func() e
 	defer a.changed(spec.UID)
 	c, ok := sb.seen()
 	if !ok || !hasTask(c) {
-		if err := step(sandboxFailpoints, stepJournalCreated, func() error {
+		if err := failpoint.Step(sandboxFailpoints, stepJournalCreated, func() error {
 			return a.updateSandbox(spec.UID, journal.Change{}, func(s *journal.Sandbox) {
 				s.Desired, s.ExitCode, s.ExitReason, s.ExitedAt = journal.DesiredCreated, nil, "", time.Time{}
 			})
@@ -168,7 +169,7 @@ func (a *Agent) startTask(ctx context.Context, sb *sandbox, c containers.Contain
 	c.State = containers.Running
 	sb.see(&c)
 	sb.setTrouble(nil)
-	return step(sandboxFailpoints, stepJournalStarted, func() error {
+	return failpoint.Step(sandboxFailpoints, stepJournalStarted, func() error {
 		return a.updateSandbox(sb.uid, journal.Change{}, func(s *journal.Sandbox) {
 			update(s)
 			s.Desired, s.ExitCode, s.ExitReason, s.ExitedAt = journal.DesiredRunning, nil, "", time.Time{}
@@ -188,7 +189,7 @@ func (a *Agent) stopTask(ctx context.Context, sb *sandbox, grace time.Duration, 
 		return err
 	}
 	defer a.changed(sb.uid)
-	if err := step(sandboxFailpoints, stepJournalStopped, func() error {
+	if err := failpoint.Step(sandboxFailpoints, stepJournalStopped, func() error {
 		return a.updateSandbox(sb.uid, journal.Change{}, func(s *journal.Sandbox) { s.Desired = journal.DesiredStopped })
 	}); err != nil {
 		return err
@@ -264,7 +265,7 @@ func (a *Agent) remove(ctx context.Context, uid string, grace time.Duration) err
 
 // recordGone records that a sandbox is not wanted any more.
 func (a *Agent) recordGone(uid string) error {
-	return step(sandboxFailpoints, stepJournalGone, func() error {
+	return failpoint.Step(sandboxFailpoints, stepJournalGone, func() error {
 		return a.updateSandbox(uid, journal.Change{}, func(s *journal.Sandbox) { s.Desired = journal.DesiredGone })
 	})
 }
@@ -299,7 +300,7 @@ func (a *Agent) finishDeletion(ctx context.Context, sb *sandbox, grace time.Dura
 		return err
 	}
 	sb.see(nil)
-	return step(sandboxFailpoints, stepJournalDeleted, func() error {
+	return failpoint.Step(sandboxFailpoints, stepJournalDeleted, func() error {
 		return a.updateSandbox(sb.uid, journal.Change{}, func(s *journal.Sandbox) { s.DeletedAt = a.config.Clock.Now() })
 	})
 }

@@ -12,6 +12,7 @@ import (
 
 	"github.com/flux-sandbox/flux-sandbox/api/sandbox/v1alpha1"
 	"github.com/flux-sandbox/flux-sandbox/internal/agent/journal"
+	"github.com/flux-sandbox/flux-sandbox/internal/failpoint"
 	"github.com/flux-sandbox/flux-sandbox/internal/fault"
 	"github.com/flux-sandbox/flux-sandbox/internal/mount"
 	"github.com/flux-sandbox/flux-sandbox/internal/volume"
@@ -201,16 +202,16 @@ func (p *preparedVolumes) prepare(r volume.Request) (volume.Prepared, error) {
 	if old, ok := p.journal.Prepared(r.Key); ok {
 		rec.Mounts = old.Mounts
 	}
-	if err := step(sourceFailpoints, stepJournalPreparing, func() error { return p.put(rec) }); err != nil {
+	if err := failpoint.Step(sourceFailpoints, stepJournalPreparing, func() error { return p.put(rec) }); err != nil {
 		return volume.Prepared{}, err
 	}
-	err := step(sourceFailpoints, stepSourcePrepare, func() (err error) {
+	err := failpoint.Step(sourceFailpoints, stepSourcePrepare, func() (err error) {
 		rec.Prepared, err = src.Prepare(p.stopping, r)
 		return err
 	})
 	if err == nil {
 		rec.Phase = journal.Ready
-		if err = step(sourceFailpoints, stepJournalReady, func() error { return p.put(rec) }); err == nil {
+		if err = failpoint.Step(sourceFailpoints, stepJournalReady, func() error { return p.put(rec) }); err == nil {
 			return rec.Prepared, nil
 		}
 		if releaseErr := src.Release(p.stopping, rec.Prepared); releaseErr != nil {
@@ -289,13 +290,13 @@ func (p *preparedVolumes) releaseOnce(rec journal.Prepared) error {
 		return errHeld
 	}
 	rec.Phase = journal.Releasing
-	if err := step(sourceFailpoints, stepJournalReleasing, func() error { return p.put(rec) }); err != nil {
+	if err := failpoint.Step(sourceFailpoints, stepJournalReleasing, func() error { return p.put(rec) }); err != nil {
 		return err
 	}
-	if err := step(sourceFailpoints, stepSourceRelease, func() error { return src.Release(p.stopping, rec.Prepared) }); err != nil {
+	if err := failpoint.Step(sourceFailpoints, stepSourceRelease, func() error { return src.Release(p.stopping, rec.Prepared) }); err != nil {
 		return err
 	}
-	return step(sourceFailpoints, stepJournalReleased, func() error {
+	return failpoint.Step(sourceFailpoints, stepJournalReleased, func() error {
 		return p.journal.Write(journal.Change{DeletePrepared: []string{rec.Key}})
 	})
 }

@@ -11,6 +11,7 @@ import (
 	"github.com/flux-sandbox/flux-sandbox/api/sandbox/v1alpha1"
 	"github.com/flux-sandbox/flux-sandbox/internal/agent/journal"
 	"github.com/flux-sandbox/flux-sandbox/internal/containers"
+	"github.com/flux-sandbox/flux-sandbox/internal/failpoint"
 	"github.com/flux-sandbox/flux-sandbox/internal/fault"
 	"github.com/flux-sandbox/flux-sandbox/internal/mount"
 	"github.com/flux-sandbox/flux-sandbox/internal/volume"
@@ -31,7 +32,7 @@ func (a *Agent) recover(ctx context.Context) error {
 		{stepRecoverSources, a.recoverSources},
 		{stepRecoverTasks, a.recoverTasks},
 	} {
-		if err := step(recoverFailpoints, s.name, func() error { return s.do(ctx) }); err != nil {
+		if err := failpoint.Step(recoverFailpoints, s.name, func() error { return s.do(ctx) }); err != nil {
 			return fmt.Errorf("%s: %w", s.name, err)
 		}
 	}

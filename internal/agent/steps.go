@@ -109,12 +109,7 @@ func (s *stages) observe(step string, done bool) {
 
 // do runs one step.
 func (s *stages) do(step string, f func() error) error {
-	s.observe(step, false)
-	if err := f(); err != nil {
-		return err
-	}
-	s.observe(step, true)
-	return nil
+	return failpoint.Step(s.observe, step, f)
 }
 
 // undone says what the rollback of a failed attach takes back, by the steps that were done.
@@ -134,22 +129,4 @@ func (s *stages) undone() string {
 
 func (s *stages) did(step string) bool {
 	return slices.ContainsFunc(s.Results, func(r journal.Stage) bool { return r.Name == step })
-}
-
-// step runs one step that is observed by failpoints alone.
-func step(points func(string, bool), name string, f func() error) error {
-	return observed(points, name, f)
-}
-
-// observed runs one step under an observer's eyes; nil observes nothing.
-func observed(observer func(string, bool), name string, f func() error) error {
-	if observer == nil {
-		return f()
-	}
-	observer(name, false)
-	if err := f(); err != nil {
-		return err
-	}
-	observer(name, true)
-	return nil
 }

@@ -10,6 +10,7 @@ import (
 	"k8s.io/utils/clock"
 
 	"github.com/flux-sandbox/flux-sandbox/internal/containers/logfile"
+	"github.com/flux-sandbox/flux-sandbox/internal/failpoint"
 	"github.com/flux-sandbox/flux-sandbox/internal/fault"
 
 	"github.com/containerd/errdefs"
@@ -158,14 +159,8 @@ var (
 
 // step runs one step under the observer's eyes.
 func (r *Runtime) step(name string, do func() error) error {
-	if r.config.Steps != nil {
-		r.config.Steps(name, false)
-	}
-	if err := do(); err != nil {
+	if err := failpoint.Step(r.config.Steps, name, do); err != nil {
 		return fmt.Errorf("%s: %w", name, err)
-	}
-	if r.config.Steps != nil {
-		r.config.Steps(name, true)
 	}
 	return nil
 }

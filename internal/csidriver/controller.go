@@ -9,6 +9,7 @@ import (
 	"github.com/containerd/errdefs"
 
 	"github.com/flux-sandbox/flux-sandbox/internal/capacity"
+	"github.com/flux-sandbox/flux-sandbox/internal/failpoint"
 	"github.com/flux-sandbox/flux-sandbox/internal/fault"
 )
 
@@ -65,7 +66,7 @@ func (d *Driver) create(ctx context.Context, id string, want record) error {
 	if err := d.pool.Remove(ctx, d.pool.Dir, id); err != nil {
 		return err
 	}
-	if err := step(createSteps, "image", func() error {
+	if err := failpoint.Step(createSteps, "image", func() error {
 		// Anybody may write to the root: whose volume it is, is only known where it is mounted (fsGroup).
 		image, _, err := d.pool.Create(ctx, d.pool.Dir, id, capacity.Spec{Size: want.Size, Filesystem: want.Filesystem,
 			Preallocate: want.Preallocated, RootMode: 0o777 | fs.ModeSticky})
@@ -76,7 +77,7 @@ func (d *Driver) create(ctx context.Context, id string, want record) error {
 	}); err != nil {
 		return err
 	}
-	return step(createSteps, "record", func() error { return d.save(id, want) })
+	return failpoint.Step(createSteps, "record", func() error { return d.save(id, want) })
 }
 
 // wanted is the record of the volume that is asked for.
@@ -165,10 +166,10 @@ func (d *Driver) DeleteVolume(ctx context.Context, r *csi.DeleteVolumeRequest) (
 	if err := d.checkUnused(id); err != nil {
 		return nil, err
 	}
-	if err := step(deleteSteps, "forget", func() error { return d.forget(id) }); err != nil {
+	if err := failpoint.Step(deleteSteps, "forget", func() error { return d.forget(id) }); err != nil {
 		return nil, err
 	}
-	return &csi.DeleteVolumeResponse{}, step(deleteSteps, "remove", func() error { return d.pool.Remove(ctx, d.pool.Dir, id) })
+	return &csi.DeleteVolumeResponse{}, failpoint.Step(deleteSteps, "remove", func() error { return d.pool.Remove(ctx, d.pool.Dir, id) })
 }
 
 func (d *Driver) checkUnused(id string) error {

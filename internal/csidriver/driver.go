@@ -63,16 +63,6 @@ var (
 	unpublishSteps = failpoint.Steps("csi-unpublish", []string{"unmount", "target"})
 )
 
-// step runs one step of an operation between its failpoints.
-func step(steps func(string, bool), name string, f func() error) error {
-	steps(name, false)
-	if err := f(); err != nil {
-		return err
-	}
-	steps(name, true)
-	return nil
-}
-
 // New opens the pool and repairs what a killed driver left in it. The caller closes the Driver.
 func New(ctx context.Context, config Config) (*Driver, error) {
 	switch {

@@ -14,6 +14,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/flux-sandbox/flux-sandbox/internal/capacity"
+	"github.com/flux-sandbox/flux-sandbox/internal/failpoint"
 	"github.com/flux-sandbox/flux-sandbox/internal/fault"
 	"github.com/flux-sandbox/flux-sandbox/internal/mount"
 )
@@ -88,7 +89,7 @@ func (d *Driver) NodePublishVolume(ctx context.Context, r *csi.NodePublishVolume
 }
 
 func (d *Driver) publish(ctx context.Context, image *os.File, volume record, target string, attributes mount.Attributes) error {
-	if err := step(publishSteps, "target", func() error {
+	if err := failpoint.Step(publishSteps, "target", func() error {
 		if err := os.Mkdir(target, 0o750); err != nil && !errors.Is(err, fs.ErrExist) {
 			return fault.New(errdefs.ErrFailedPrecondition, fault.InvalidTarget, "make the target: %w", err)
 		}
@@ -104,7 +105,7 @@ func (d *Driver) publish(ctx context.Context, image *os.File, volume record, tar
 	defer dir.Close()
 
 	var device *capacity.Device
-	if err := step(publishSteps, "device", func() error {
+	if err := failpoint.Step(publishSteps, "device", func() error {
 		device, err = d.loops.Attach(ctx, image)
 		return err
 	}); err != nil {
@@ -112,7 +113,7 @@ func (d *Driver) publish(ctx context.Context, image *os.File, volume record, tar
 	}
 	// The superblock holds the device from the mount on.
 	defer device.Close()
-	return step(publishSteps, "mount", func() error {
+	return failpoint.Step(publishSteps, "mount", func() error {
 		tree, err := mount.NewFilesystem(mount.Filesystem{Type: string(volume.Filesystem), Source: device.Path})
 		if err != nil {
 			return err
@@ -148,7 +149,7 @@ func (d *Driver) NodeUnpublishVolume(_ context.Context, r *csi.NodeUnpublishVolu
 			"what is mounted at %s is not the volume %s: it is left alone", target, id)
 	}
 	if there.here != nil {
-		if err := step(unpublishSteps, "unmount", func() error {
+		if err := failpoint.Step(unpublishSteps, "unmount", func() error {
 			err := unix.Unmount(target, unix.UMOUNT_NOFOLLOW)
 			if errors.Is(err, unix.EBUSY) {
 				return fault.New(errdefs.ErrUnavailable, fault.Busy, "unmount %s: a process uses it: %w", target, err)
@@ -161,7 +162,7 @@ func (d *Driver) NodeUnpublishVolume(_ context.Context, r *csi.NodeUnpublishVolu
 			return nil, err
 		}
 	}
-	return &csi.NodeUnpublishVolumeResponse{}, step(unpublishSteps, "target", func() error {
+	return &csi.NodeUnpublishVolumeResponse{}, failpoint.Step(unpublishSteps, "target", func() error {
 		// rmdir alone: whatever lies in a target that is not mounted is not removed.
 		if err := unix.Rmdir(target); err != nil && !errors.Is(err, unix.ENOENT) {
 			return fault.New(errdefs.ErrFailedPrecondition, fault.InvalidTarget, "remove the target %s: %w", target, err)

@@ -87,3 +87,17 @@ func Steps(operation string, steps []string) func(step string, done bool) {
 		}
 	}
 }
+
+// Step runs one step of an operation under an observer's eyes, which is told before it (done false) and, unless it fails,
+// after it. A nil observer sees nothing.
+func Step(observe func(step string, done bool), name string, f func() error) error {
+	if observe == nil {
+		return f()
+	}
+	observe(name, false)
+	if err := f(); err != nil {
+		return err
+	}
+	observe(name, true)
+	return nil
+}
