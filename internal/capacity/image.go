@@ -1,6 +1,7 @@
 package capacity
 
 import (
+	"cmp"
 	"context"
 	"crypto/rand"
 	"encoding/hex"
@@ -284,18 +285,28 @@ func (p *Pool) checkSpace(what string, size int64) error {
 	if err != nil {
 		return err
 	}
-	factor := p.Overcommit
-	if factor == 0 {
-		factor = 1
-	}
 	// Compared as floats: an overcommitted pool may exceed what an int64 holds.
-	left := math.Max(0, float64(free)*factor-float64(promised))
+	left := p.left(free, promised)
 	if float64(size) > left {
 		return fail(errdefs.ErrResourceExhausted, ReasonCapacityExceeded,
 			"the disk image %s of %d bytes does not fit: %s has %d bytes free, of which other images were promised %d (overcommit %g), so %.0f are left",
-			what, size, p.Dir.Name(), free, promised, factor, left).sizes(size, int64(math.Min(left, math.MaxInt64/2)))
+			what, size, p.Dir.Name(), free, promised, p.overcommit(), left).sizes(size, wholeBytes(left))
 	}
 	return nil
+}
+
+func (p *Pool) overcommit() float64 { return cmp.Or(p.Overcommit, 1) }
+
+func (p *Pool) left(free, promised int64) float64 {
+	return math.Max(0, float64(free)*p.overcommit()-float64(promised))
+}
+
+func wholeBytes(n float64) int64 { return int64(math.Min(n, math.MaxInt64/2)) }
+
+// Available is how many bytes the pool can still promise.
+func (p *Pool) Available() (int64, error) {
+	free, promised, err := p.Space()
+	return wholeBytes(p.left(free, promised)), err
 }
 
 // Space is what the pool's filesystem has free, and how much of that its sparse images were promised and do

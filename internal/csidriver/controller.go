@@ -210,12 +210,11 @@ func (d *Driver) GetCapacity(_ context.Context, r *csi.GetCapacityRequest) (*csi
 	if t := r.GetAccessibleTopology(); t != nil && !d.reaches([]*csi.Topology{t}) {
 		return &csi.GetCapacityResponse{}, nil
 	}
-	free, promised, err := d.pool.Space()
+	available, err := d.pool.Available()
 	if err != nil {
 		return nil, err
 	}
-	left := max(0, float64(free)*max(1, d.config.Overcommit)-float64(promised))
-	return &csi.GetCapacityResponse{AvailableCapacity: int64(min(left, math.MaxInt64/2))}, nil
+	return &csi.GetCapacityResponse{AvailableCapacity: available}, nil
 }
 
 // checkCapability refuses what the driver cannot do.

@@ -102,10 +102,10 @@ func writeSynced(path string, data []byte) error {
 // forget removes a volume's record, durably.
 func (d *Driver) forget(id string) error {
 	err := os.Remove(d.path(id, recordSuffix))
-	if err != nil && !errors.Is(err, fs.ErrNotExist) {
-		return fmt.Errorf("remove the record of the volume %s: %w", id, err)
+	if err == nil || errors.Is(err, fs.ErrNotExist) {
+		err = d.pool.Dir.Sync()
 	}
-	if err := d.pool.Dir.Sync(); err != nil {
+	if err != nil {
 		return fmt.Errorf("remove the record of the volume %s: %w", id, err)
 	}
 	return nil
