@@ -10,6 +10,7 @@ import (
 
 	"github.com/spf13/cobra"
 
+	"github.com/flux-sandbox/flux-sandbox/api/sandbox/v1alpha1"
 	"github.com/flux-sandbox/flux-sandbox/internal/csidriver"
 	"github.com/flux-sandbox/flux-sandbox/internal/version"
 )
@@ -38,7 +39,7 @@ func command() *cobra.Command {
 	f.StringVar(&config.Node, "node", os.Getenv("NODE_NAME"), "name of the node ($NODE_NAME)")
 	f.StringVar(&config.Pool, "pool", "/var/lib/flux-sandbox-csi", "folder of the volumes' disk images")
 	f.Float64Var(&config.Overcommit, "overcommit", 1, "by what factor thin volumes may promise more than is free")
-	f.StringVar(&config.DomainKey, "domain-key", "unifiedbus.com/superpod", "node label of the topology domain")
+	f.StringVar(&config.DomainKey, "domain-key", v1alpha1.DefaultTopologyKey, "node label of the topology domain")
 	f.StringVar(&config.Domain, "domain", "", "the node's topology domain; empty for none")
 	f.StringVar(&sockets.CSI, "socket", kubelet+"/plugins/"+csidriver.Name+"/csi.sock", "socket of the CSI services")
 	f.StringVar(&sockets.KubeletCSI, "kubelet-socket", "", "the same socket as kubelet sees it (default: the same path)")

@@ -300,7 +300,7 @@ func (m *VolumeManager) attach(p *pass, v *volumeState, e *entry) {
 }
 
 func wish(sb *v1alpha1.Sandbox, e *entry, topology *TopologyDomainCache) Wish {
-	w := Wish{Sandbox: sb, Volume: &e.DynamicVolume, TopologyKey: DefaultTopologyKey}
+	w := Wish{Sandbox: sb, Volume: &e.DynamicVolume, TopologyKey: v1alpha1.DefaultTopologyKey}
 	if topology != nil {
 		w.TopologyKey = topology.Key()
 	}

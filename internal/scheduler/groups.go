@@ -73,7 +73,7 @@ func (s *Scheduler) setSubGroups(group store.Key, names []string) {
 // topology is the cache of the domains that a node label names.
 func (s *Scheduler) topology(label string) *TopologyDomainCache {
 	if label == "" {
-		label = DefaultTopologyKey
+		label = v1alpha1.DefaultTopologyKey
 	}
 	s.mu.Lock()
 	defer s.mu.Unlock()

@@ -53,7 +53,7 @@ func (c *cluster) place(q *PlacementRequest) string {
 }
 
 func node(i int, domain string, capacity Capacity) Agent {
-	return Agent{Node: fmt.Sprint("n", i), Labels: map[string]string{DefaultTopologyKey: domain, "zone": "z1"}, Capacity: capacity}
+	return Agent{Node: fmt.Sprint("n", i), Labels: map[string]string{v1alpha1.DefaultTopologyKey: domain, "zone": "z1"}, Capacity: capacity}
 }
 
 func TestSpreadAndPack(t *testing.T) {
@@ -174,7 +174,7 @@ func TestPlacementRules(t *testing.T) {
 			t.Errorf("placed on %s", got)
 		}
 		// Nodes change their domain.
-		c.topology.Set("n0", map[string]string{DefaultTopologyKey: "d1"})
+		c.topology.Set("n0", map[string]string{v1alpha1.DefaultTopologyKey: "d1"})
 		if got := c.place(c.request()); got != "n0" {
 			t.Errorf("placed on %s", got)
 		}
@@ -202,7 +202,7 @@ func TestPlacementRules(t *testing.T) {
 
 func TestTopologyCompare(t *testing.T) {
 	c := NewTopologyDomainCache("")
-	c.Set("n0", map[string]string{DefaultTopologyKey: "d0"})
+	c.Set("n0", map[string]string{v1alpha1.DefaultTopologyKey: "d0"})
 	c.Set("n1", nil)
 	for _, x := range []struct {
 		name    string
@@ -261,7 +261,7 @@ func TestCrossTopologyMount(t *testing.T) {
 	w.group("default", nil)
 	w.start()
 	for i := range 2 {
-		w.addAgent(fmt.Sprint("n", i), map[string]string{DefaultTopologyKey: fmt.Sprint("d", i)})
+		w.addAgent(fmt.Sprint("n", i), map[string]string{v1alpha1.DefaultTopologyKey: fmt.Sprint("d", i)})
 	}
 	w.eventually("agents", func() bool { return w.s.registry.agent("n0").connected && w.s.registry.agent("n1").connected })
 	claim := func(domain, target string) v1alpha1.DynamicVolume {

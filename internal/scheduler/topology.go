@@ -7,10 +7,6 @@ import (
 	"github.com/flux-sandbox/flux-sandbox/api/sandbox/v1alpha1"
 )
 
-// DefaultTopologyKey is the node label that names a topology domain where a group names none (design,
-// section 2).
-const DefaultTopologyKey = "unifiedbus.com/superpod"
-
 // TopologyDomainCache knows the topology domain of each node, by one node label. It is fed from outside,
 // and reading it never leaves memory. Its methods may be called from any goroutine.
 type TopologyDomainCache struct {
@@ -22,10 +18,10 @@ type TopologyDomainCache struct {
 	changed func(node string)
 }
 
-// NewTopologyDomainCache makes an empty cache for the node label key; DefaultTopologyKey when it is empty.
+// NewTopologyDomainCache makes an empty cache for the node label key; v1alpha1.DefaultTopologyKey when it is empty.
 func NewTopologyDomainCache(key string) *TopologyDomainCache {
 	if key == "" {
-		key = DefaultTopologyKey
+		key = v1alpha1.DefaultTopologyKey
 	}
 	return &TopologyDomainCache{key: key, domains: map[string]string{}}
 }

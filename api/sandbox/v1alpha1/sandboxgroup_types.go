@@ -62,6 +62,9 @@ type SubSandboxGroup struct {
 	NodeSelector map[string]string `json:"nodeSelector,omitempty"`
 }
 
+// DefaultTopologyKey is the node label that names a topology domain where nobody names one (design, section 2).
+const DefaultTopologyKey = "unifiedbus.com/superpod"
+
 // TopologyAffinity places sandboxes near their volumes and each other.
 type TopologyAffinity struct {
 	// Enabled turns it on.
