@@ -12,7 +12,7 @@ image=$(go run ./hack/image -bin bin -insecure -push "$registry/library/flux-san
 # By its digest: a Pod runs what was built, and nothing is pulled twice.
 digest=${image#*@}
 mkdir -p /var/lib/flux-localcluster/volumes/{tenants,models,scratch}
-overlay=$(mktemp -d -p hack/localcluster)
+overlay=$(mktemp -d -p bin) # kustomize wants relative paths, and git leaves bin alone
 KUBECACHEDIR=$(mktemp -d)
 export KUBECACHEDIR
 trap 'rm -rf "$overlay" "$KUBECACHEDIR"' EXIT
@@ -20,7 +20,7 @@ cat >"$overlay/kustomization.yaml" <<YAML
 apiVersion: kustomize.config.k8s.io/v1beta1
 kind: Kustomization
 resources:
-- ../deploy
+- ../../hack/localcluster/deploy
 images:
 - name: flux-sandbox
   newName: docker.io/library/flux-sandbox
