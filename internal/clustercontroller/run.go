@@ -220,7 +220,7 @@ func (c *controller) callers(forever func(func(context.Context))) (*callers.Call
 	forever(namespaces.Informer().RunWithContext)
 	return callers.New(callers.Options{
 		Tokens: client.AuthenticationV1().TokenReviews(), Access: client.AuthorizationV1().SubjectAccessReviews(),
-		Tenant:          callers.NamespaceTenants(namespaces.Lister(), client.CoreV1().Namespaces()),
+		Namespaces: namespaces.Lister(), NamespaceClient: client.CoreV1().Namespaces(),
 		APIServerTokens: c.APIServerTokens, Audience: c.Audience, Logger: c.log.With("component", "callers"),
 	})
 }

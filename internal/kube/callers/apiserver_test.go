@@ -69,7 +69,7 @@ func TestRealTokensAndRBAC(t *testing.T) {
 	callers := func(apiServerTokens bool) *Callers {
 		c, err := New(Options{
 			Tokens: client.AuthenticationV1().TokenReviews(), Access: client.AuthorizationV1().SubjectAccessReviews(),
-			Tenant: NamespaceTenants(lister, client.CoreV1().Namespaces()), APIServerTokens: apiServerTokens, Logger: silent,
+			Namespaces: lister, NamespaceClient: client.CoreV1().Namespaces(), APIServerTokens: apiServerTokens, Logger: silent,
 		})
 		if err != nil {
 			t.Fatal(err)

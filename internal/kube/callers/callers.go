@@ -14,6 +14,8 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	authenticationclient "k8s.io/client-go/kubernetes/typed/authentication/v1"
 	authorizationclient "k8s.io/client-go/kubernetes/typed/authorization/v1"
+	corev1client "k8s.io/client-go/kubernetes/typed/core/v1"
+	corev1listers "k8s.io/client-go/listers/core/v1"
 	"k8s.io/utils/clock"
 
 	"github.com/flux-sandbox/flux-sandbox/api/sandbox/v1alpha1"
@@ -45,8 +47,10 @@ type Options struct {
 	// Tokens and Access ask the API server; required.
 	Tokens authenticationclient.TokenReviewInterface
 	Access authorizationclient.SubjectAccessReviewInterface
-	// Tenant is the tenant of a namespace, empty if it has none; required. See NamespaceTenants.
-	Tenant func(ctx context.Context, namespace string) (string, error)
+	// Namespaces has the Namespaces, whose label names their tenant, and NamespaceClient reads one that is not there yet;
+	// required.
+	Namespaces      corev1listers.NamespaceLister
+	NamespaceClient corev1client.NamespaceInterface
 	// Audience is what tokens must be for; DefaultAudience when empty.
 	Audience string
 	// APIServerTokens accepts tokens that are meant for the API server itself, too. Whoever runs this server could
@@ -64,6 +68,7 @@ type Callers struct {
 	log     *slog.Logger
 	users   *answers[grpcapi.Identity]
 	rights  *answers[bool]
+	tenants *answers[string]
 }
 
 var (
@@ -73,8 +78,8 @@ var (
 
 // New makes Callers.
 func New(options Options) (*Callers, error) {
-	if options.Tokens == nil || options.Access == nil || options.Tenant == nil {
-		return nil, errors.New("callers: Tokens, Access and Tenant are required")
+	if options.Tokens == nil || options.Access == nil || options.Namespaces == nil || options.NamespaceClient == nil {
+		return nil, errors.New("callers: Tokens, Access, Namespaces and NamespaceClient are required")
 	}
 	if options.Audience == "" {
 		options.Audience = DefaultAudience
@@ -91,6 +96,7 @@ func New(options Options) (*Callers, error) {
 		log:     options.Logger,
 		users:   newAnswers[grpcapi.Identity](maxUsers, options.Clock, away),
 		rights:  newAnswers[bool](maxRights, options.Clock, away),
+		tenants: newAnswers[string](maxTenants, options.Clock, away),
 	}, nil
 }
 
@@ -142,7 +148,7 @@ func identityOf(user authenticationv1.UserInfo) grpcapi.Identity {
 }
 
 // Authorize asks the API server, and returns the tenant of the namespace. Errors: ErrPermissionDenied, reason
-// FORBIDDEN; ErrUnavailable, reason AUTH_UNAVAILABLE; those of Options.Tenant.
+// FORBIDDEN; ErrUnavailable, reason AUTH_UNAVAILABLE; NAMESPACE_NOT_FOUND.
 func (c *Callers) Authorize(ctx context.Context, caller grpcapi.Identity, access grpcapi.Access) (string, error) {
 	spec := authorizationv1.SubjectAccessReviewSpec{
 		User: caller.Name, UID: caller.UID, Groups: caller.Groups,
@@ -187,7 +193,7 @@ func (c *Callers) Authorize(ctx context.Context, caller grpcapi.Identity, access
 	if access.Namespace == "" {
 		return "", nil
 	}
-	return c.options.Tenant(ctx, access.Namespace)
+	return c.tenant(ctx, access.Namespace)
 }
 
 // denied says who may not do what, and where.

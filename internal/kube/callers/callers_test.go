@@ -58,6 +58,10 @@ type apiServer struct {
 
 func newAPIServer() *apiServer {
 	s := &apiServer{Clientset: fake.NewClientset(), valid: map[string][]string{}, may: map[string]bool{}}
+	s.PrependReactor("get", "namespaces", func(action k8stesting.Action) (bool, runtime.Object, error) {
+		name := action.(k8stesting.GetAction).GetName()
+		return true, &corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: name, Labels: map[string]string{v1alpha1.LabelTenantID: "tenant-of-" + name}}}, nil
+	})
 	s.PrependReactor("create", "tokenreviews", func(action k8stesting.Action) (bool, runtime.Object, error) {
 		s.reviews.Add(1)
 		s.mu.Lock()
@@ -107,8 +111,8 @@ func (s *apiServer) callers(t *testing.T, change ...func(*Options)) (*Callers, *
 	clock := testclock.NewFakePassiveClock(start)
 	o := Options{
 		Tokens: s.AuthenticationV1().TokenReviews(), Access: s.AuthorizationV1().SubjectAccessReviews(),
-		Tenant: func(_ context.Context, namespace string) (string, error) { return "tenant-of-" + namespace, nil },
-		Clock:  clock, Logger: silent,
+		Namespaces: corev1listers.NewNamespaceLister(cache.NewIndexer(cache.MetaNamespaceKeyFunc, nil)), NamespaceClient: s.CoreV1().Namespaces(),
+		Clock: clock, Logger: silent,
 	}
 	for _, c := range change {
 		c(&o)
@@ -342,20 +346,22 @@ func TestTenantOfANamespace(t *testing.T) {
 		}
 	}
 	client := fake.NewClientset(ns("new", "fresh"))
-	tenantOf := NamespaceTenants(corev1listers.NewNamespaceLister(indexer), client.CoreV1().Namespaces())
+	c, _ := newAPIServer().callers(t, func(o *Options) {
+		o.Namespaces, o.NamespaceClient = corev1listers.NewNamespaceLister(indexer), client.CoreV1().Namespaces()
+	})
 	for name, want := range map[string]string{"a": "acme", "plain": "", "new": "fresh"} {
-		if got, err := tenantOf(t.Context(), name); err != nil || got != want {
+		if got, err := c.tenant(t.Context(), name); err != nil || got != want {
 			t.Errorf("%s: %q, %v; want %q", name, got, err, want)
 		}
 	}
-	if _, err := tenantOf(t.Context(), "nowhere"); !errdefs.IsNotFound(err) || fault.ReasonOf(err) != fault.NamespaceNotFound {
+	if _, err := c.tenant(t.Context(), "nowhere"); !errdefs.IsNotFound(err) || fault.ReasonOf(err) != fault.NamespaceNotFound {
 		t.Errorf("nowhere: %v", err)
 	}
 	client.PrependReactor("get", "namespaces", func(k8stesting.Action) (bool, runtime.Object, error) { return true, nil, errors.New("away") })
-	if _, err := tenantOf(t.Context(), "unknown"); fault.ReasonOf(err) != fault.AuthUnavailable {
+	if _, err := c.tenant(t.Context(), "unknown"); fault.ReasonOf(err) != fault.AuthUnavailable {
 		t.Errorf("the API server is away: %v", err)
 	}
-	if got, err := tenantOf(t.Context(), "new"); err != nil || got != "fresh" { // the cache is behind, and it was asked before
+	if got, err := c.tenant(t.Context(), "new"); err != nil || got != "fresh" { // the cache is behind, and it was asked before
 		t.Errorf("the API server is away, and was asked before: %q, %v", got, err)
 	}
 }

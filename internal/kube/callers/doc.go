@@ -37,8 +37,8 @@
 // A token that is not valid is not remembered. Taking a right away thus takes effect within 10 s, withdrawing a token
 // within 30 s; a stream (exec, watch, logs) that runs is not ended, as with the API server. Tokens are kept as hashes.
 //
-// While the API server does not answer, reads go on for callers that it knew: its last answers hold for get, list and
-// watch, for ten minutes and never longer than the token lives. Nothing that changes anything does.
+// While the API server does not answer, reads go on for callers that it knew: its last answers, a tenant among them, hold
+// for get, list and watch, for ten minutes and never longer than the token lives. Nothing that changes anything does.
 //
 // Whoever can reach the port can make us ask the API server about a token. The client given in Options should have its
 // own rate limit (rest.Config), apart from the controllers', so that such questions starve nobody else.
