@@ -545,8 +545,7 @@ func TestNodesThatCannotAttachToPods(t *testing.T) {
 	}{{"no agent", "n9", fault.NoAgent}, {"an old agent", "old", fault.VersionSkew}} {
 		t.Run(c.name, func(t *testing.T) {
 			w := podWorld(t)
-			old := w.addAgent("old", nil)
-			old.with(func() { old.capabilities = []string{CapabilityDynamicVolumes} })
+			old := w.addAgent("old", nil, CapabilityDynamicVolumes)
 			w.eventually("connected", func() bool { return w.s.registry.agent("old").connected })
 			w.create("a", func(sb *v1alpha1.Sandbox) {
 				owned(sb)

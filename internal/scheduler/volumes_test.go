@@ -303,8 +303,7 @@ func TestGateOffAtCreation(t *testing.T) {
 func TestVersionSkew(t *testing.T) {
 	w := newWorld(t)
 	w.running("a", nil)
-	old := w.addAgent("n2", nil)
-	old.with(func() { old.capabilities = []string{"run"} })
+	w.addAgent("n2", nil, "run")
 	w.eventually("both agents", func() bool { return w.s.registry.agent("n2").connected })
 	w.add("a", local("/data", "r-1"))
 	if row := w.rowIs("a", "/data", v1alpha1.VolumeFailed); row.Reason != string(fault.VersionSkew) {

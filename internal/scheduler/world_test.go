@@ -210,8 +210,11 @@ func (w *world) halt() {
 	}
 }
 
-func (w *world) addAgent(node string, labels map[string]string) *fakeAgent {
+func (w *world) addAgent(node string, labels map[string]string, capabilities ...string) *fakeAgent {
 	f := newFakeAgent(node, func() *timestamppb.Timestamp { return timestamppb.New(w.clock.Now()) })
+	if capabilities != nil {
+		f.capabilities = capabilities // before it is announced: its first inventory says them
+	}
 	w.agents[node] = f
 	if w.follow != nil {
 		w.follow.events <- AgentEvent{Type: AgentAdded, Agent: Agent{Node: node, Labels: labels, Client: f}}
