@@ -160,7 +160,11 @@ func TestSweep(t *testing.T) {
 			t.Fatal(err)
 		}
 		removed, err := r.Sweep(t.Context())
-		if err != nil || len(removed) != len(found) {
+		// containerd's garbage collector takes a snapshot that nothing refers to, and may have been first.
+		missed := slices.DeleteFunc(slices.Clone(found), func(l containers.Leftover) bool {
+			return slices.Contains(removed, l) || l.Kind == containers.LeftoverSnapshot
+		})
+		if err != nil || len(missed) > 0 || len(removed) > len(found) {
 			t.Errorf("found %v, removed %v, %v", found, removed, err)
 		}
 		for _, l := range removed {
