@@ -55,6 +55,10 @@ type actor struct {
 	// rebuild is when the Pod is made again after it failed.
 	rebuild retry
 	tally   tally
+	// byHash has the volumes of entries that are, or may be, on the node, unsettled those whose attach failed, with the
+	// time until when they may be there all the same (holds).
+	byHash    map[string]VolumeRef
+	unsettled map[VolumeRef]time.Time
 	// failures counts the store's refusals in a row.
 	failures int32
 }
@@ -155,6 +159,8 @@ type operation struct {
 	pod *agentv1.SandboxState
 	// now: the container has to run.
 	now bool
+	// hold is the volume that is held for an attach; guarded by holds.mu while it is in flight.
+	hold VolumeRef
 }
 
 // result is how an operation ended.
@@ -251,5 +257,6 @@ func (s *Scheduler) forget(key store.Key, uid types.UID) {
 		s.Pods.Forget(a.uid)
 	}
 	s.metrics.count(a.tally, tally{})
+	s.setUses(a.uid, func() uses { return uses{} })
 	s.registry.unplace(a.uid)
 }

@@ -260,7 +260,7 @@ func (m *VolumeManager) attach(p *pass, v *volumeState, e *entry) {
 	if p.pod != nil {
 		p.aimAtPod(op, v, request)
 	}
-	sb, client, node, labels, topology, resolver := p.sb, p.agent.Client, p.a.status.Node, p.agent.Labels, p.set.topology, p.Resolver
+	s, sb, client, node, labels, topology, resolver := p.Scheduler, p.sb, p.agent.Client, p.a.status.Node, p.agent.Labels, p.set.topology, p.Resolver
 	p.begin(op, volumeTimeout, func(ctx context.Context, command *agentv1.Command) result {
 		var r result
 		switch e.VolumeType {
@@ -283,6 +283,9 @@ func (m *VolumeManager) attach(p *pass, v *volumeState, e *entry) {
 				r.err = fault.New(errdefs.ErrFailedPrecondition, fault.CrossTopology,
 					"volume %s is in topology domain %s and the sandbox in %s: use a volume of that domain, or set forceMount",
 					e.Source, r.topology.volume, r.topology.sandbox)
+				return r
+			}
+			if r.err = s.hold(ctx, sb, op, resolved); r.err != nil {
 				return r
 			}
 			request.VolumeKey = resolved.VolumeKey
@@ -317,6 +320,7 @@ func (m *VolumeManager) attached(p *pass, v *volumeState, r result) {
 		v.topology, v.resolved = topologyResult{}, nil
 	}
 	if r.err != nil {
+		p.a.unsettle(r.op.hold)
 		switch {
 		case errors.Is(r.err, errNotWanted), errors.Is(r.err, errPausing), errors.Is(r.err, errSandboxGone), errors.Is(r.err, errNodeDead):
 			m.log(p, "attach abandoned", &e.DynamicVolume, v, r, nil)

@@ -98,6 +98,13 @@ func (c *cache) keyOf(uid types.UID) (store.Key, bool) {
 	return k, ok
 }
 
+// all are all sandboxes.
+func (c *cache) all() []store.Key {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return slices.Collect(maps.Keys(c.sandboxes))
+}
+
 // inGroup are the sandboxes that name a group.
 func (c *cache) inGroup(group store.Key) []store.Key {
 	c.mu.Lock()

@@ -203,7 +203,7 @@ func (f *fakeAgent) Attach(ctx context.Context, in *agentv1.AttachRequest, _ ...
 	f.mounts++
 	m := &agentv1.MountRecord{
 		Target: in.GetTarget(), EntryHash: in.GetEntryHash(), OperationId: in.GetCommand().GetOperationId(), MountId: f.mounts,
-		Phase: recordMounted, Kind: in.GetKind(), Attached: "Live", Path: "Local", LimitEnforcement: "None",
+		VolumeKey: in.GetVolumeKey(), Phase: recordMounted, Kind: in.GetKind(), Attached: "Live", Path: "Local", LimitEnforcement: "None",
 	}
 	if s.GetPhase() == stateCreated {
 		m.Attached = "BeforeStart"

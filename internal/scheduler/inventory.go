@@ -131,6 +131,7 @@ func (s *Scheduler) checkReady() {
 		s.queue.add(item{key: key})
 	}
 	clear(s.unplaced)
+	s.awaitUses()
 }
 
 func (s *Scheduler) isReady() bool {

@@ -53,5 +53,6 @@ func (s *Scheduler) collect(ctx context.Context, it item) {
 		}
 		s.metrics.operations.WithLabelValues(string(verbDelete), "OK").Inc()
 		s.registry.dropState(it.node, it.uid)
+		s.settleHeld()
 	})
 }

@@ -75,11 +75,14 @@ func (s *Scheduler) reconcile(ctx context.Context, key store.Key) {
 	sb := s.cache.get(key)
 	if sb == nil {
 		s.forget(key, "")
+		s.sawUses(key)
 		return
 	}
 	s.forget(key, sb.UID)
 	p := &pass{Scheduler: s, a: s.actor(sb), sb: sb, now: s.Clock.Now()}
-	if err := p.run(ctx); err != nil && ctx.Err() == nil {
+	err := p.run(ctx)
+	p.renewUses()
+	if err != nil && ctx.Err() == nil {
 		if errdefs.IsNotFound(err) {
 			return // gone: the store will say so
 		}

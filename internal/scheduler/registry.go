@@ -226,6 +226,21 @@ func (r *InMemoryRegistry) state(node string, uid types.UID) *agentv1.SandboxSta
 	return nil
 }
 
+// usersOf are the sandboxes for which a node has a volume, by its identity on the node.
+func (r *InMemoryRegistry) usersOf(volumeKey string) []types.UID {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	var uids []types.UID
+	for _, e := range r.agents {
+		for uid, s := range e.states {
+			if slices.ContainsFunc(s.GetVolumes(), func(m *agentv1.MountRecord) bool { return m.GetVolumeKey() == volumeKey }) {
+				uids = append(uids, uid)
+			}
+		}
+	}
+	return uids
+}
+
 // heard is the number of the inventory's last message that may concern the sandbox. The answer to a command and
 // the inventory come by two ways: an answer is known to be the newer word only if this did not change since before
 // the command.

@@ -42,6 +42,9 @@ func (s *Scheduler) followVolumes(ctx context.Context) error {
 		return nil
 	}
 	for ref := range s.Resolver.Changes(ctx) {
+		if s.Keeper != nil {
+			s.queue.add(item{volume: ref})
+		}
 		for _, key := range s.cache.asking(ref) {
 			s.mu.Lock()
 			a := s.actors[key]

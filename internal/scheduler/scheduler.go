@@ -72,6 +72,8 @@ type Config struct {
 	Events EventRecorder
 	// Resolver makes sources of volumes that live outside of the node; nil where there are none.
 	Resolver Resolver
+	// Keeper keeps the volumes of Resolver from being deleted; nil where nobody deletes them.
+	Keeper Keeper
 	// Pods are the Pods of pod-backed sandboxes; nil where there are none.
 	Pods Pods
 	// Workers is how many sandboxes are reconciled at a time; 8 when zero. Commands to agents run beside.
@@ -85,6 +87,7 @@ type Scheduler struct {
 	registry *InMemoryRegistry
 	cache    *cache
 	queue    *queue[item]
+	holds    *holds
 	ready    chan struct{}
 	// commands are the operations in flight; base is their context.
 	commands sync.WaitGroup
@@ -107,11 +110,13 @@ type Scheduler struct {
 	withoutGroup *VolumeManager
 }
 
-// item is a unit of work: a sandbox by name, or, with a node, one that a node has and nobody wants.
+// item is a unit of work: a sandbox by name; with a node, one that a node has and nobody wants; or a volume that is to be
+// held or let go.
 type item struct {
-	key  store.Key
-	uid  types.UID
-	node string
+	key    store.Key
+	uid    types.UID
+	node   string
+	volume VolumeRef
 }
 
 // New makes a Scheduler. It does nothing before Run.
@@ -138,6 +143,7 @@ func New(c Config) (*Scheduler, error) {
 		registry:   NewInMemoryRegistry(),
 		cache:      newCache(),
 		queue:      newQueue[item](c.Clock),
+		holds:      newHolds(),
 		ready:      make(chan struct{}),
 		actors:     map[store.Key]*actor{},
 		runtimes:   map[SubSandboxGroupKey]*SSGRuntime{},
@@ -229,9 +235,12 @@ func (s *Scheduler) work(ctx context.Context) {
 		if !ok || ctx.Err() != nil {
 			return
 		}
-		if it.node != "" {
+		switch {
+		case it.node != "":
 			s.collect(ctx, it)
-		} else {
+		case it.volume != (VolumeRef{}):
+			s.settle(ctx, it.volume)
+		default:
 			s.reconcile(ctx, it.key)
 		}
 		s.queue.done(it)

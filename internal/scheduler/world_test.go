@@ -33,6 +33,7 @@ type world struct {
 	s        *Scheduler
 	events   *events
 	resolver Resolver
+	keeper   *fakeKeeper
 	registry *prometheus.Registry
 	stop     func()
 	epoch    int64
@@ -175,7 +176,7 @@ func (w *world) start() {
 	w.registry = prometheus.NewRegistry()
 	s, err := New(Config{
 		Store: w.store, Agents: w.follow, Clock: w.clock, Epoch: w.epoch, LeaseUID: "lease", Events: w.events,
-		Logger: slog.New(slog.NewTextHandler(io.Discard, nil)), Registerer: w.registry, Resolver: w.resolver, Pods: w.pods.orNil(),
+		Logger: slog.New(slog.NewTextHandler(io.Discard, nil)), Registerer: w.registry, Resolver: w.resolver, Keeper: w.keeper.orNil(), Pods: w.pods.orNil(),
 	})
 	if err != nil {
 		w.t.Fatal(err)

@@ -1,0 +1,280 @@
+package scheduler
+
+import (
+	"context"
+	"fmt"
+	"slices"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/containerd/errdefs"
+
+	agentv1 "github.com/flux-sandbox/flux-sandbox/api/proto/agent/v1"
+	"github.com/flux-sandbox/flux-sandbox/api/sandbox/v1alpha1"
+	"github.com/flux-sandbox/flux-sandbox/internal/fault"
+)
+
+// fakeKeeper holds claims in memory. It outlives the schedulers, as finalizers do.
+type fakeKeeper struct {
+	mu     sync.Mutex // guards all below
+	held   map[VolumeRef]bool
+	calls  []string
+	faults []error
+	// late says how many attaches an agent had got when a volume was held.
+	late func() int
+}
+
+func (k *fakeKeeper) orNil() Keeper {
+	if k == nil {
+		return nil
+	}
+	return k
+}
+
+func (k *fakeKeeper) Hold(_ context.Context, ref VolumeRef) error {
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	if k.held[ref] {
+		return nil
+	}
+	if len(k.faults) > 0 {
+		err := k.faults[0]
+		k.faults = k.faults[1:]
+		return err
+	}
+	k.held[ref] = true
+	call := "hold " + ref.Source
+	if k.late != nil {
+		call = fmt.Sprintf("%s after %d attaches", call, k.late())
+	}
+	k.calls = append(k.calls, call)
+	return nil
+}
+
+func (k *fakeKeeper) LetGo(_ context.Context, ref VolumeRef, unused func() bool) error {
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	if !k.held[ref] || !unused() {
+		return nil
+	}
+	delete(k.held, ref)
+	k.calls = append(k.calls, "let go "+ref.Source)
+	return nil
+}
+
+func (k *fakeKeeper) IsHeld(ref VolumeRef) bool {
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	return k.held[ref]
+}
+
+func (k *fakeKeeper) Held() []VolumeRef {
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	var all []VolumeRef
+	for ref := range k.held {
+		all = append(all, ref)
+	}
+	return all
+}
+
+// About knows the names that the resolver "claims" gives.
+func (k *fakeKeeper) About(ref VolumeRef) (VolumeRef, string) {
+	if claim, ok := strings.CutPrefix(ref.Source, "pv-"); ok && ref.Type == v1alpha1.VolumeTypePV {
+		return VolumeRef{Type: v1alpha1.VolumeTypePVC, Namespace: "default", Source: claim}, "pvc/" + claim
+	}
+	return VolumeRef{Type: v1alpha1.VolumeTypePV, Source: "pv-" + ref.Source}, "pvc/" + ref.Source
+}
+
+func (k *fakeKeeper) did() []string {
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	return slices.Clone(k.calls)
+}
+
+func ofClaim(name, target string) v1alpha1.DynamicVolume {
+	return v1alpha1.DynamicVolume{VolumeType: v1alpha1.VolumeTypePVC, Source: name, Target: target}
+}
+
+func claimed(name string) VolumeRef {
+	return VolumeRef{Type: v1alpha1.VolumeTypePVC, Namespace: "default", Source: name}
+}
+
+func holdWorld(t *testing.T) (*world, *fakeKeeper) {
+	w := emptyWorld(t)
+	w.resolver, w.keeper = claims{}, &fakeKeeper{held: map[VolumeRef]bool{}}
+	w.group("default", nil)
+	w.addAgent("n1", nil)
+	w.start()
+	return w, w.keeper
+}
+
+// did waits until the Keeper has been called so, and then looks at every sandbox once more for it to be called no further.
+func (w *world) did(want ...string) {
+	w.t.Helper()
+	w.eventually(fmt.Sprintf("the keeper was called: %v", want), func() bool { return slices.Equal(w.keeper.did(), want) })
+	for _, key := range w.s.cache.all() {
+		w.look(key.Name)
+	}
+	w.eventually("nothing is to do", func() bool {
+		w.s.queue.mu.Lock()
+		defer w.s.queue.mu.Unlock()
+		return len(w.s.queue.dirty)+len(w.s.queue.taken) == 0
+	})
+	if got := w.keeper.did(); !slices.Equal(got, want) {
+		w.t.Errorf("the keeper was called: %v, want %v", got, want)
+	}
+}
+
+func TestAVolumeIsHeldFromBeforeItsFirstAttachUntilItsLastUserIsGone(t *testing.T) {
+	w, k := holdWorld(t)
+	k.late = func() int { return w.agent().count("attach /data") + w.agent().count("attach /more") }
+	w.running("a", nil)
+	w.running("b", nil)
+	w.did()
+	w.add("a", ofClaim("c", "/data"))
+	w.rowIs("a", "/data", v1alpha1.VolumeMounted)
+	w.add("a", ofClaim("c", "/more"))
+	w.rowIs("a", "/more", v1alpha1.VolumeMounted)
+	w.add("b", ofClaim("c", "/data"))
+	w.rowIs("b", "/data", v1alpha1.VolumeMounted)
+	held := "hold c after 0 attaches"
+	w.did(held)
+	w.remove("a", "/data", "r-1", false)
+	w.noRow("a", "/data")
+	w.delete("a")
+	w.eventually("a is gone", func() bool { return w.get("a") == nil })
+	w.did(held)
+	// Removed by hand, and busy.
+	w.agent().with(func() { w.agent().busy["/data"] = holder() })
+	w.drop("b", "/data")
+	w.rowIs("b", "/data", v1alpha1.VolumeDetaching)
+	w.did(held)
+	w.agent().with(func() { w.agent().busy["/data"] = nil })
+	w.within(time.Second, "detached", func() bool { return w.row("b", "/data") == nil })
+	w.did(held, "let go c")
+	w.add("b", ofClaim("c", "/data"))
+	w.rowIs("b", "/data", v1alpha1.VolumeMounted)
+	w.delete("b")
+	w.eventually("b is gone", func() bool { return w.get("b") == nil })
+	w.did(held, "let go c", "hold c after 3 attaches", "let go c")
+}
+
+func TestNothingIsAttachedThatCannotBeHeld(t *testing.T) {
+	w, k := holdWorld(t)
+	w.running("a", nil)
+	k.faults = []error{fault.New(errdefs.ErrNotFound, fault.ClaimNotFound, "claim default/c is being deleted: use another")}
+	w.add("a", ofClaim("c", "/data"))
+	row := w.rowIs("a", "/data", v1alpha1.VolumeFailed)
+	if row.Reason != string(fault.ClaimNotFound) || !strings.Contains(row.Message, "being deleted") || w.agent().count("attach /data") != 0 {
+		t.Errorf("row %+v, %d attaches", row, w.agent().count("attach /data"))
+	}
+}
+
+func TestAFailedAttachHoldsNothing(t *testing.T) {
+	w, _ := holdWorld(t)
+	w.running("a", nil)
+	w.agent().with(func() { w.agent().faults["attach /data"] = []error{errPermanent} })
+	w.add("a", ofClaim("c", "/data"))
+	w.rowIs("a", "/data", v1alpha1.VolumeFailed)
+	w.did("hold c") // the node may say that it is there after all
+	w.clock.Step(settleAfter)
+	w.did("hold c", "let go c")
+}
+
+func TestWhatIsPausedIsHeld(t *testing.T) {
+	w, _ := holdWorld(t)
+	w.running("a", func(sb *v1alpha1.Sandbox) { sb.Spec.DynamicVolumes = []v1alpha1.DynamicVolume{ofClaim("c", "/data")} })
+	w.change("a", func(sb *v1alpha1.Sandbox) { sb.Spec.Paused = true })
+	w.phase("a", v1alpha1.SandboxPaused)
+	w.rowIs("a", "/data", v1alpha1.VolumePending)
+	w.did("hold c")
+	w.delete("a")
+	w.eventually("a is gone", func() bool { return w.get("a") == nil })
+	w.did("hold c", "let go c")
+}
+
+// A new leader finds what its predecessors left, in both directions.
+func TestANewLeaderRepairsWhatIsHeld(t *testing.T) {
+	w, k := holdWorld(t)
+	w.running("a", func(sb *v1alpha1.Sandbox) { sb.Spec.DynamicVolumes = []v1alpha1.DynamicVolume{ofClaim("c", "/data")} })
+	w.did("hold c")
+	w.halt()
+	k.calls, k.held = nil, map[VolumeRef]bool{claimed("nobody's"): true}
+	w.start()
+	w.eventually("repaired", func() bool { return k.IsHeld(claimed("c")) && !k.IsHeld(claimed("nobody's")) })
+	if got := k.did(); len(got) != 2 {
+		t.Errorf("the keeper was called: %v", got)
+	}
+	// Somebody takes it away by hand, and the watch tells.
+	k.mu.Lock()
+	k.held, k.calls = map[VolumeRef]bool{}, nil
+	k.mu.Unlock()
+	w.s.queue.add(item{volume: claimed("c")})
+	w.did("hold c")
+}
+
+// The leader died after the command, before anything was written, and the entry was taken out of the spec meanwhile: only
+// the node knows.
+func TestANewLeaderLetsNothingGoThatANodeHas(t *testing.T) {
+	w, k := holdWorld(t)
+	w.running("a", nil)
+	uid := w.get("a").UID
+	w.halt()
+	k.held[claimed("c")] = true
+	w.agent().with(func() {
+		s := w.agent().sandboxes[string(uid)]
+		s.Volumes = append(s.Volumes, &agentv1.MountRecord{Target: "/data", EntryHash: "unknown", VolumeKey: "pvc/c", Phase: recordMounted})
+		w.agent().busy["/data"] = holder()
+	})
+	w.start()
+	w.eventually("its detach is tried", func() bool { return w.agent().count("detach /data") > 0 })
+	w.look("a")
+	w.did()
+	w.agent().with(func() { w.agent().busy["/data"] = nil })
+	w.within(time.Second, "let go", func() bool { return !k.IsHeld(claimed("c")) })
+}
+
+// The Sandbox is gone by somebody's force, and its node is still to be cleaned up.
+func TestWhatAnOrphanHasIsHeld(t *testing.T) {
+	w, k := holdWorld(t)
+	w.running("a", func(sb *v1alpha1.Sandbox) { sb.Spec.DynamicVolumes = []v1alpha1.DynamicVolume{ofClaim("c", "/data")} })
+	w.agent().with(func() { w.agent().faults["delete"] = []error{errTransient} })
+	w.change("a", func(sb *v1alpha1.Sandbox) { sb.Finalizers = nil })
+	w.delete("a")
+	w.eventually("the orphan cannot be removed", func() bool { return w.agent().count("delete") == 1 })
+	w.did("hold c")
+	w.within(time.Second, "removed", func() bool { return w.agent().count("delete") == 2 })
+	w.did("hold c", "let go c")
+	if k.IsHeld(claimed("c")) {
+		t.Error("held")
+	}
+}
+
+// An unreachable node may still have what the sandbox of a former leader was about to attach.
+func TestWhatANodeThatIsAwayMayHaveIsHeld(t *testing.T) {
+	w, k := holdWorld(t)
+	w.running("a", nil)
+	w.agent().with(func() { w.agent().hang["attach /data"] = true })
+	w.add("a", ofClaim("c", "/data"))
+	w.eventually("the attach hangs", func() bool { return w.agent().count("attach /data") == 1 })
+	w.did("hold c")
+	w.halt()
+	w.agent().with(func() { w.agent().hang, w.agent().down = map[string]bool{}, true })
+	next, err := New(Config{Store: w.store, Agents: StaticAgents{{Node: "n1", Client: w.agent()}}, Clock: w.clock, Epoch: 2, LeaseUID: "lease",
+		Resolver: w.resolver, Keeper: k})
+	if err != nil {
+		t.Fatal(err)
+	}
+	w.run(next)
+	w.within(time.Second, "the agent is given up", next.isReady)
+	w.look("a")
+	w.did("hold c")
+	w.agent().setDown(false)
+	w.within(time.Second, "mounted", func() bool { r := w.row("a", "/data"); return r != nil && r.Phase == v1alpha1.VolumeMounted })
+	if !k.IsHeld(claimed("c")) {
+		t.Error("not held")
+	}
+}
