@@ -271,7 +271,7 @@ func (c *controller) lead(ctx context.Context, identity string) error {
 	defer podsOf.Wait()
 	defer cancel()
 	s, err := scheduler.New(scheduler.Config{Store: c.store, Agents: c.agents, Epoch: epoch, LeaseUID: c.cluster + "/" + c.Lease,
-		Logger: c.log.With("component", "scheduler"), Registerer: registry, Events: c.events, Resolver: c.volumes, Pods: podsOf})
+		Logger: c.log.With("component", "scheduler"), Registerer: registry, Events: c.events, Resolver: c.volumes, Keeper: c.volumes, Pods: podsOf})
 	if err != nil {
 		return err
 	}

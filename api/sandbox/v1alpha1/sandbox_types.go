@@ -9,6 +9,8 @@ import (
 const (
 	// FinalizerVolumes keeps a Sandbox until all its volumes are detached and its container is gone.
 	FinalizerVolumes = "sandbox.flux.io/volumes"
+	// FinalizerInUse keeps a claim, or a PersistentVolume without one, while a sandbox uses it.
+	FinalizerInUse = "sandbox.flux.io/in-use"
 	// LabelTenantID names the tenant of a Namespace, or of a PersistentVolume or claim.
 	LabelTenantID = "sandbox.flux.io/tenant-id"
 	// LabelSandbox is on the Pod that a Sandbox makes from its template, with the Sandbox's name.

@@ -40,6 +40,14 @@ func (v *Volumes) handler() cache.ResourceEventHandler {
 	return cache.ResourceEventHandlerFuncs{
 		AddFunc:    func(o any) { v.changed(o) },
 		UpdateFunc: func(_, o any) { v.changed(o) },
+		DeleteFunc: func(o any) {
+			if last, ok := o.(cache.DeletedFinalStateUnknown); ok {
+				o = last.Obj
+			}
+			if ref, o := refOf(o); o != nil {
+				v.seen(ref, o, true)
+			}
+		},
 	}
 }
 
@@ -60,6 +68,9 @@ func (v *Volumes) changed(o any) {
 		}
 	default:
 		return
+	}
+	if ref, o := refOf(o); o != nil {
+		v.seen(ref, o, false)
 	}
 	v.mu.Lock()
 	defer v.mu.Unlock()

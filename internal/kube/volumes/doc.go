@@ -26,6 +26,11 @@
 // Claims and volumes are watched, once, and read from memory. What is not there yet is asked for once, as it may be new.
 // A change is told to the scheduler, so that who waits for a claim to be bound tries again at once.
 //
-// Nothing is ever written. So nothing keeps a claim from being deleted while a sandbox uses it (Kubernetes protects those of
-// Pods only): what is mounted stays until it is detached, and is not attached again.
+// # In use
+//
+// While a sandbox uses a volume, its claim has the finalizer sandbox.flux.io/in-use (Kubernetes protects the claims of Pods
+// only), and so has a PersistentVolume that no claim has: on one that is bound it would be of no use, as it does not keep
+// the storage from being reclaimed when the claim goes. A claim that is being deleted is attached to nobody more, and goes
+// after the last detach. The scheduler says what is used (scheduler.Keeper); this package writes the finalizer, and nothing
+// else: one patch for the first user, one after the last. Until the watch tells of a patch, its answer counts.
 package volumes

@@ -140,9 +140,9 @@ func orPending(p corev1.PersistentVolumeClaimPhase) string {
 func (f *found) usable() error {
 	switch {
 	case f.claim != nil && f.claim.DeletionTimestamp != nil:
-		return fault.New(errdefs.ErrNotFound, fault.ClaimNotFound, "claim %s/%s is being deleted: use another", f.claim.Namespace, f.claim.Name)
+		return beingDeleted(claimRef(f.claim.Namespace, f.claim.Name))
 	case f.pv.DeletionTimestamp != nil:
-		return fault.New(errdefs.ErrNotFound, fault.VolumeNotFound, "PersistentVolume %s is being deleted: use another", f.pv.Name)
+		return beingDeleted(volumeRef(f.pv.Name))
 	case f.pv.Status.Phase == corev1.VolumeReleased, f.pv.Status.Phase == corev1.VolumeFailed:
 		return notBound("PersistentVolume %s is %s, it has data of a claim that is gone: its administrator has to free it (remove its claimRef)", f.pv.Name, f.pv.Status.Phase)
 	case f.pv.Spec.VolumeMode != nil && *f.pv.Spec.VolumeMode == corev1.PersistentVolumeBlock:

@@ -34,6 +34,9 @@ type Volumes struct {
 	asked map[scheduler.VolumeRef]struct{}
 	// followers are the queues of what changed, one for each Changes.
 	followers map[workqueue.TypedInterface[scheduler.VolumeRef]]struct{}
+	// own are our patches of which the watch has not told yet, turns the patches that are under way.
+	own   map[scheduler.VolumeRef]ownPatch
+	turns map[scheduler.VolumeRef]chan struct{}
 }
 
 var _ scheduler.Resolver = (*Volumes)(nil)
@@ -50,6 +53,7 @@ func New(client kubernetes.Interface) (*Volumes, error) {
 		claimInformer: claims.Informer(), volumeInformer: volumes.Informer(),
 		claims: claims.Lister(), volumes: volumes.Lister(),
 		synced: make(chan struct{}), asked: map[scheduler.VolumeRef]struct{}{}, followers: map[workqueue.TypedInterface[scheduler.VolumeRef]]struct{}{},
+		own: map[scheduler.VolumeRef]ownPatch{}, turns: map[scheduler.VolumeRef]chan struct{}{},
 	}
 	for _, i := range []cache.SharedIndexInformer{v.claimInformer, v.volumeInformer} {
 		if err := i.SetTransform(strip); err != nil {
@@ -94,9 +98,9 @@ func (v *Volumes) claim(ctx context.Context, namespace, name string, ask bool) (
 		})
 	}
 	if apierrors.IsNotFound(err) {
-		return nil, fault.New(errdefs.ErrNotFound, fault.ClaimNotFound, "claim %s/%s does not exist: create it; it is tried again", namespace, name)
+		return nil, missing(claimRef(namespace, name))
 	}
-	return claim, unanswered(ctx, err, "claim "+namespace+"/"+name)
+	return claim, unanswered(ctx, err, "read", "claim "+namespace+"/"+name)
 }
 
 // volume is a PersistentVolume, likewise.
@@ -108,9 +112,9 @@ func (v *Volumes) volume(ctx context.Context, name string, ask bool) (*corev1.Pe
 		})
 	}
 	if apierrors.IsNotFound(err) {
-		return nil, fault.New(errdefs.ErrNotFound, fault.VolumeNotFound, "PersistentVolume %s does not exist: create it; it is tried again", name)
+		return nil, missing(volumeRef(name))
 	}
-	return pv, unanswered(ctx, err, "PersistentVolume "+name)
+	return pv, unanswered(ctx, err, "read", "PersistentVolume "+name)
 }
 
 // askFor asks the API server for what is not in memory, once: what was not there either will be told by the watch.
@@ -143,13 +147,13 @@ func (v *Volumes) hasSynced() bool {
 	}
 }
 
-// unanswered is the error of a question to the API server that has no answer; nil for nil.
-func unanswered(ctx context.Context, err error, about string) error {
+// unanswered is the error of a call of the API server that failed or has no answer; nil for nil.
+func unanswered(ctx context.Context, err error, what, about string) error {
 	switch {
 	case err == nil:
 		return nil
 	case ctx.Err() != nil:
-		return fmt.Errorf("read %s: %w", about, context.Cause(ctx))
+		return fmt.Errorf("%s %s: %w", what, about, context.Cause(ctx))
 	}
-	return fault.New(errdefs.ErrUnavailable, store.Unavailable, "read %s: %w", about, err)
+	return fault.New(errdefs.ErrUnavailable, store.Unavailable, "%s %s: %w", what, about, err)
 }
