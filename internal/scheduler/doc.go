@@ -41,6 +41,11 @@
 // Pod deleted, first, so that processes end while their volumes are there, and then, or with the Pod of podRef running on,
 // the agent is told to detach and forget.
 //
+// # Volumes in use
+//
+// A volume that lives outside of its node is held (Keeper) from before the first attach that is sent to a node, over all
+// sandboxes, until nobody uses it any more (holds.go).
+//
 // # What is durable
 //
 // What can be found out again need not be durable at once, and a write that waits for no disk is answered sooner
