@@ -38,7 +38,7 @@ func permits(what string, modes []corev1.PersistentVolumeAccessMode, readOnly bo
 	switch {
 	case slices.Contains(modes, corev1.ReadWriteOncePod):
 		return fault.New(errdefs.ErrFailedPrecondition, fault.VolumeTypeOff,
-			"%s has access mode ReadWriteOncePod, and nothing keeps Pods and sandboxes apart on it yet: use ReadWriteOnce", what)
+			"%s has access mode ReadWriteOncePod, which is for one Pod alone, and nothing keeps Pods and sandboxes apart in this version: use a claim with ReadWriteOnce, or mount it in a Pod", what)
 	case !readOnly && !slices.Contains(modes, corev1.ReadWriteOnce) && !slices.Contains(modes, corev1.ReadWriteMany):
 		return fault.New(errdefs.ErrPermissionDenied, fault.ModeDenied, "%s has access modes %v only: ask for mode ro", what, modes)
 	}

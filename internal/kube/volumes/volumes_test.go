@@ -184,7 +184,8 @@ func TestRefusals(t *testing.T) {
 		"block":                    {func(_ *c, p *p) { p.Spec.VolumeMode = ptr.To(corev1.PersistentVolumeBlock) }, pvc, "data", nil, fault.InvalidSource, "volumeMode Filesystem"},
 		"ReadWriteOncePod": {func(c *c, p *p) {
 			c.Spec.AccessModes = []corev1.PersistentVolumeAccessMode{corev1.ReadWriteOncePod}
-		}, pvc, "data", nil, fault.VolumeTypeOff, "use ReadWriteOnce"},
+		}, pvc, "data", nil, fault.VolumeTypeOff,
+			"claim team-a/data has access mode ReadWriteOncePod, which is for one Pod alone, and nothing keeps Pods and sandboxes apart in this version: use a claim with ReadWriteOnce"},
 		"ReadOnlyMany, to rw": {func(c *c, _ *p) {
 			c.Spec.AccessModes = []corev1.PersistentVolumeAccessMode{corev1.ReadOnlyMany}
 		}, pvc, "data", nil, fault.ModeDenied, "ask for mode ro"},
@@ -257,6 +258,48 @@ func label(what, tenant string, shared bool) func(*corev1.PersistentVolumeClaim,
 			c.Labels = labels
 		} else {
 			p.Labels = labels
+		}
+	}
+}
+
+// Each access mode of a claim and of a volume, by the claim's name and by the volume's, to read and to write.
+func TestAccessModes(t *testing.T) {
+	const once, many, onlyRead, pod = corev1.ReadWriteOnce, corev1.ReadWriteMany, corev1.ReadOnlyMany, corev1.ReadWriteOncePod
+	type modes = []corev1.PersistentVolumeAccessMode
+	for _, x := range []struct {
+		claim, volume modes
+		rw, ro        fault.Reason // empty: allowed
+	}{
+		{modes{once}, modes{once}, "", ""},
+		{modes{many}, modes{many, onlyRead}, "", ""},
+		{modes{onlyRead, many}, modes{onlyRead, many}, "", ""},
+		{modes{onlyRead}, modes{once, onlyRead}, fault.ModeDenied, ""},
+		{modes{once}, modes{onlyRead}, fault.ModeDenied, ""},
+		{modes{pod}, modes{pod}, fault.VolumeTypeOff, fault.VolumeTypeOff},
+		{modes{once}, modes{pod}, fault.VolumeTypeOff, fault.VolumeTypeOff},
+		{modes{pod}, modes{once}, fault.VolumeTypeOff, fault.VolumeTypeOff},
+		{nil, modes{once}, "", ""}, // no claim
+		{nil, modes{onlyRead}, fault.ModeDenied, ""},
+		{nil, modes{pod}, fault.VolumeTypeOff, fault.VolumeTypeOff},
+		{nil, nil, fault.ModeDenied, ""},
+	} {
+		v, _ := start(t, pair(func(c *corev1.PersistentVolumeClaim, p *corev1.PersistentVolume) {
+			c.Spec.AccessModes, p.Spec.AccessModes = x.claim, x.volume
+			if x.claim == nil {
+				p.Spec.ClaimRef, p.Status.Phase = nil, corev1.VolumeAvailable
+			}
+		})...)
+		wishes := []scheduler.Wish{wish(v1alpha1.VolumeTypePV, "pv-1", nil)}
+		if x.claim != nil {
+			wishes = append(wishes, wish(v1alpha1.VolumeTypePVC, "data", nil))
+		}
+		for _, w := range wishes {
+			for mode, want := range map[v1alpha1.VolumeMode]fault.Reason{v1alpha1.VolumeModeReadWrite: x.rw, "": x.rw, v1alpha1.VolumeModeReadOnly: x.ro} {
+				w.Volume.Mode = mode
+				if _, err := v.Resolve(t.Context(), w, "n1"); fault.ReasonOf(err) != want {
+					t.Errorf("claim %v, volume %v, %s in mode %q: %v, want %q", x.claim, x.volume, w.Volume.VolumeType, mode, err, want)
+				}
+			}
 		}
 	}
 }
