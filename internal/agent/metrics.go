@@ -58,7 +58,7 @@ func newMetrics(a *Agent) (*metrics, error) {
 	})
 	abandoned := prometheus.NewGaugeFunc(prometheus.GaugeOpts{Name: "flux_agent_helpers_abandoned",
 		Help: "Helper processes that hang in the kernel on a dead file server."}, func() float64 { return float64(mount.AbandonedHelpers()) })
-	for _, c := range []prometheus.Collector{m.operations, m.duration, m.stages, volumes, held, prepared, mounts, abandoned} {
+	for _, c := range []prometheus.Collector{m.operations, m.duration, m.stages, volumes, held, prepared, mounts, abandoned, newUsage(a)} {
 		if err := a.config.Registerer.Register(c); err != nil {
 			return nil, err
 		}

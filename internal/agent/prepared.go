@@ -323,3 +323,30 @@ func (p *preparedVolumes) held(rec journal.Prepared) (bool, error) {
 	}
 	return false, nil
 }
+
+// space is how full a prepared volume's filesystem is. hangs says that it may wait for a server, until ctx ends. A volume
+// that is being released is not asked.
+func (p *preparedVolumes) space(ctx context.Context, r volume.Request, hangs bool) (mount.Usage, error) {
+	unpin := p.pin(r.Key)
+	defer unpin()
+	p.mu.Lock()
+	rec, ok := p.journal.Prepared(r.Key)
+	op := p.busy[r.Key]
+	p.mu.Unlock()
+	if !ok || rec.Phase != journal.Ready || op != nil && !op.check {
+		return mount.Usage{}, fault.New(errdefs.ErrUnavailable, fault.OperationPending, "source %s is being prepared or released", r.Source)
+	}
+	src, ok := p.sources[r.Type]
+	if !ok {
+		return mount.Usage{}, unavailableType(r.Type)
+	}
+	tree, err := src.Tree(ctx, rec.Prepared, "")
+	if err != nil {
+		return mount.Usage{}, err
+	}
+	defer tree.Close()
+	if hangs {
+		return mount.StatfsInHelper(ctx, tree)
+	}
+	return tree.Statfs()
+}
