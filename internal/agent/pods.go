@@ -80,6 +80,11 @@ func (a *Agent) refusal(p journal.Pod, c pods.Container) error {
 		return fault.New(errdefs.ErrFailedPrecondition, fault.RuntimeUnsupported,
 			"container %s of Pod %s/%s has the runtime %s, whose containers have no mount namespace on this kernel to attach to: only %s is supported",
 			p.Container, p.Namespace, p.Name, c.Facts.Runtime, pods.RuntimeRunc)
+	case c.Facts.UserNamespace:
+		// mount.Attributes.IDMap could give the volume to the container's users, where its filesystem can.
+		return fault.New(errdefs.ErrFailedPrecondition, fault.PodUserNamespace,
+			"container %s of Pod %s/%s has a user namespace of its own, to whose users the files of a volume would not belong: leave hostUsers: false out of the Pod",
+			p.Container, p.Namespace, p.Name)
 	case a.config.PrivilegedPods:
 		return nil
 	case c.Facts.SysAdmin:

@@ -114,21 +114,42 @@ func TestPodTargetOnASharedMountIsRefused(t *testing.T) {
 	}
 }
 
-// otherRuntime says of every container that another runtime runs it.
-type otherRuntime struct{ agent.Pods }
+// otherFacts says of every container what is not so.
+type otherFacts struct {
+	agent.Pods
+	change func(*pods.Facts)
+}
 
-func (o otherRuntime) Find(ctx context.Context, ref pods.Ref) (pods.Container, error) {
+func (o otherFacts) Find(ctx context.Context, ref pods.Ref) (pods.Container, error) {
 	c, err := o.Pods.Find(ctx, ref)
-	c.Facts.Runtime = "io.containerd.runsc.v1"
+	o.change(&c.Facts)
 	return c, err
 }
 
 func TestPodOfAnotherRuntimeIsRefused(t *testing.T) {
-	n := newPodNode(t, func(c *agent.Config) { c.Pods = otherRuntime{c.Pods} })
+	n := newPodNode(t, func(c *agent.Config) {
+		c.Pods = otherFacts{c.Pods, func(f *pods.Facts) { f.Runtime = "io.containerd.runsc.v1" }}
+	})
 	pod := n.env.Run(t, podstest.Pod{})
 	pod.Start(t, podstest.Container{})
 	_, err := n.sandboxOf(pod, "main").TryAttach(t.Context(), agenttest.Volume{Source: n.Dir(t, "t1", "data"), Target: "/data"})
 	wantFault(t, err, errdefs.ErrFailedPrecondition, "RUNTIME_UNSUPPORTED")
+}
+
+// A volume would come without the mapping of the Pod's users, whatever the operator allows. (What such a container's
+// specification looks like is tested in internal/pods.)
+func TestPodWithAUserNamespaceIsRefused(t *testing.T) {
+	n := newPodNode(t, func(c *agent.Config) {
+		c.PrivilegedPods = true
+		c.Pods = otherFacts{c.Pods, func(f *pods.Facts) { f.UserNamespace = true }}
+	})
+	pod := n.env.Run(t, podstest.Pod{})
+	c := pod.Start(t, podstest.Container{})
+	_, err := n.sandboxOf(pod, "main").TryAttach(t.Context(), agenttest.Volume{Source: n.Dir(t, "t1", "data"), Target: "/data"})
+	wantFault(t, err, errdefs.ErrFailedPrecondition, "POD_USER_NAMESPACE")
+	if m, ok := mountAt(t, c.PID(t), "/data"); ok {
+		t.Errorf("mounted: %+v", m)
+	}
 }
 
 func TestPodThatIsPrivilegedWhereTheOperatorAllowsIt(t *testing.T) {

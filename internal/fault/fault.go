@@ -79,6 +79,7 @@ const (
 	VolumeGone         Reason = "VOLUME_GONE"
 	PodGone            Reason = "POD_GONE"
 	PodPrivileged      Reason = "POD_PRIVILEGED"
+	PodUserNamespace   Reason = "POD_USER_NAMESPACE"
 	RuntimeUnsupported Reason = "RUNTIME_UNSUPPORTED"
 	RateLimited        Reason = "RATE_LIMITED"
 	RollbackFailed     Reason = "ROLLBACK_INCOMPLETE"

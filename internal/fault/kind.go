@@ -62,6 +62,7 @@ var kindOf = map[Reason]error{
 	VolumeGone:         errdefs.ErrAborted,
 	PodGone:            errdefs.ErrFailedPrecondition,
 	PodPrivileged:      errdefs.ErrFailedPrecondition,
+	PodUserNamespace:   errdefs.ErrFailedPrecondition,
 	RuntimeUnsupported: errdefs.ErrFailedPrecondition,
 	RateLimited:        errdefs.ErrResourceExhausted,
 	RollbackFailed:     errdefs.ErrInternal,

@@ -58,6 +58,8 @@ type Facts struct {
 	SysAdmin bool
 	// HostPID: it has the host's PID namespace. Known while it is Alive.
 	HostPID bool
+	// UserNamespace: its users are others on the host (hostUsers: false in Kubernetes).
+	UserNamespace bool
 	// Shared are the places of its mounts that propagate to the host and others (Bidirectional in Kubernetes).
 	Shared []string
 }
@@ -177,6 +179,10 @@ func factsOf(record containers.Container) (Facts, error) {
 	if spec.Process != nil && spec.Process.Capabilities != nil {
 		c := spec.Process.Capabilities
 		f.SysAdmin = slices.Contains(slices.Concat(c.Bounding, c.Permitted, c.Effective, c.Inheritable, c.Ambient), "CAP_SYS_ADMIN")
+	}
+	if spec.Linux != nil {
+		f.UserNamespace = len(spec.Linux.UIDMappings) > 0 ||
+			slices.ContainsFunc(spec.Linux.Namespaces, func(n specs.LinuxNamespace) bool { return n.Type == specs.UserNamespace })
 	}
 	for _, m := range spec.Mounts {
 		if slices.Contains(m.Options, "shared") || slices.Contains(m.Options, "rshared") {

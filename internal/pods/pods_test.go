@@ -135,6 +135,23 @@ func TestStartOfAContainerIsToldBeforeItsProcessBegins(t *testing.T) {
 	eventually(t, "the end is told", func() bool { return h.heardOf(pod.UID) })
 }
 
+// The container need not run for its specification to tell: this machine's runc may not know how to map its mounts.
+func TestAUserNamespaceIsSeen(t *testing.T) {
+	env := podstest.Shared(t)
+	r, _ := run(t, env, newRecorder())
+	for _, own := range []bool{true, false} {
+		pod := env.Run(t, podstest.Pod{UserNamespace: own})
+		c, err := pod.TryStart(t.Context(), podstest.Container{})
+		if c.ID == "" {
+			t.Fatal(err)
+		}
+		found, err := r.Find(t.Context(), pods.Ref{PodUID: pod.UID, Container: "main"})
+		if err != nil || found.ID != c.ID || found.Facts.UserNamespace != own {
+			t.Errorf("with a user namespace %v: %+v, %v", own, found, err)
+		}
+	}
+}
+
 // A hook that takes all of its time does not cost the plugin its connection, nor the container its start.
 func TestSlowHookIsNotTooSlowForContainerd(t *testing.T) {
 	env := podstest.Shared(t)

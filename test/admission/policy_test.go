@@ -211,6 +211,7 @@ func TestPodTemplates(t *testing.T) {
 		capability   = `container a has the capability SYS_ADMIN and could remount its volumes: leave it out, or ask the operator (allowPrivilegedPods)`
 		hostPID      = `a Pod with hostPID sees the processes of the node and cannot have volumes: leave hostPID out, or ask the operator (allowPrivilegedPods)`
 		runtimeClass = `Pods of RuntimeClass gvisor cannot have volumes, as it is not known to run containers as runc does: use another class, or ask the operator (runtimeClasses)`
+		userNS       = `a Pod with a user namespace of its own (hostUsers false) cannot have volumes, as their files would not belong to its users: leave hostUsers out`
 		propagation  = `a volume's target is on a mount with mountPropagation Bidirectional, so the volume would appear on the node and in other Pods: choose another target`
 	)
 	mount := func(path, propagation string) string {
@@ -230,6 +231,9 @@ func TestPodTemplates(t *testing.T) {
 		{one, `hostPID: true, containers: [{name: a}]`, hostPID},
 		{one, `runtimeClassName: gvisor, containers: [{name: a}]`, runtimeClass},
 		{``, `runtimeClassName: gvisor, containers: [{name: a}]`, ``},
+		{one, `hostUsers: false, containers: [{name: a}]`, userNS},
+		{``, `hostUsers: false, containers: [{name: a}]`, ``},
+		{one, `hostUsers: true, containers: [{name: a}]`, ``},
 		{one, mount("/data", "Bidirectional"), propagation},
 		{one, mount("/data/", "Bidirectional"), propagation},
 		{one, mount("/data/a", "Bidirectional"), propagation},
@@ -256,6 +260,7 @@ func TestPodTemplates(t *testing.T) {
 		return c.dryRunIn(namespace, pod(one, `hostPID: true, containers: [{name: a, securityContext: {privileged: true}}]`)) == nil
 	})
 	c.verdict(c.dryRunIn(namespace, pod(one, mount("/data", "Bidirectional"))), "Bidirectional, where privileged Pods are allowed", propagation)
+	c.verdict(c.dryRunIn(namespace, pod(one, `hostUsers: false, containers: [{name: a}]`)), "hostUsers, where privileged Pods are allowed", userNS)
 }
 
 // The targets of a sandbox's volumes lie apart.

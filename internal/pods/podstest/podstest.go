@@ -159,6 +159,10 @@ func start(binary string) (_ *Env, err error) {
 			err = errors.Join(err, e.remove())
 		}
 	}()
+	// The users of a user namespace come through to their container's root filesystem.
+	if err := os.Chmod(dir, 0o711); err != nil {
+		return e, err
+	}
 	for _, d := range []string{"nri", "cni", "plugins", "logs"} {
 		if err := os.MkdirAll(in(d), 0o755); err != nil {
 			return e, err
@@ -292,6 +296,9 @@ type Pod struct {
 	Name, UID string
 	// HostPID gives its containers the host's PID namespace.
 	HostPID bool
+	// UserNamespace gives its containers a user namespace of their own (hostUsers: false). They
+	// start where runc is 1.2 or later.
+	UserNamespace bool
 	// Privileged lets it have privileged containers.
 	Privileged bool
 
@@ -342,6 +349,10 @@ func (p *Pod) namespaces() *cri.NamespaceOption {
 	if p.HostPID {
 		o.Pid = cri.NamespaceMode_NODE
 	}
+	if p.UserNamespace {
+		users := []*cri.IDMapping{{HostId: 1 << 20, Length: 1 << 16}}
+		o.UsernsOptions = &cri.UserNamespace{Mode: cri.NamespaceMode_POD, Uids: users, Gids: users}
+	}
 	return o
 }
 
@@ -383,6 +394,13 @@ type Container struct {
 // Start makes a container and starts it.
 func (p *Pod) Start(tb testing.TB, c Container) *Container {
 	tb.Helper()
+	started, err := p.TryStart(tb.Context(), c)
+	must(tb, err)
+	return started
+}
+
+// TryStart is Start. A container that was made and cannot be started is there all the same.
+func (p *Pod) TryStart(ctx context.Context, c Container) (*Container, error) {
 	if c.Name == "" {
 		c.Name = "main"
 	}
@@ -390,8 +408,8 @@ func (p *Pod) Start(tb testing.TB, c Container) *Container {
 		c.Command = []string{"sleep", "3600"}
 	}
 	c.pod = p
-	c.Again(tb)
-	return &c
+	err := c.TryAgain(ctx)
+	return &c, err
 }
 
 // Again makes and starts another instance of the container, as kubelet does after its end. The old one stays, dead.
