@@ -14,6 +14,7 @@ import (
 	agentv1 "github.com/flux-sandbox/flux-sandbox/api/proto/agent/v1"
 	"github.com/flux-sandbox/flux-sandbox/api/sandbox/v1alpha1"
 	"github.com/flux-sandbox/flux-sandbox/internal/fault"
+	"github.com/flux-sandbox/flux-sandbox/internal/store"
 )
 
 // fakeKeeper holds claims in memory. It outlives the schedulers, as finalizers do.
@@ -276,5 +277,63 @@ func TestWhatANodeThatIsAwayMayHaveIsHeld(t *testing.T) {
 	w.within(time.Second, "mounted", func() bool { r := w.row("a", "/data"); return r != nil && r.Phase == v1alpha1.VolumeMounted })
 	if !k.IsHeld(claimed("c")) {
 		t.Error("not held")
+	}
+}
+
+// A volume that is only prepared for a Pod's container is in use too, and stays so while the Pod is made again.
+func TestAVolumeOfAPodIsHeld(t *testing.T) {
+	w := emptyWorld(t)
+	w.pods, w.resolver, w.keeper = newFakePods(), claims{}, &fakeKeeper{held: map[VolumeRef]bool{}}
+	w.pods.lingers = true
+	w.group("default", nil)
+	w.addAgent("n1", nil)
+	w.start()
+	w.create("a", func(sb *v1alpha1.Sandbox) {
+		owned(sb)
+		sb.Spec.DynamicVolumes = []v1alpha1.DynamicVolume{ofClaim("c", "/data")}
+	})
+	first := w.pod("a", "")
+	w.schedule("a", "n1")
+	w.eventually("prepared", func() bool { r := w.row("a", "/data"); return r != nil && r.Reason == ReasonWaitingForContainer })
+	w.did("hold c")
+	w.podStarts("a")
+	w.rowIs("a", "/data", v1alpha1.VolumeMounted)
+	w.did("hold c")
+	w.agent().podGone(string(first))
+	w.pods.gone("a")
+	w.pod("a", first)
+	w.did("hold c")
+	w.schedule("a", "n1")
+	w.podStarts("a")
+	w.rowIs("a", "/data", v1alpha1.VolumeMounted)
+	w.did("hold c")
+	w.delete("a")
+	w.eventually("its Pod is to go", func() bool { return w.pods.get("a").Deleting })
+	w.did("hold c")
+	w.agent().podGone(string(w.pods.get("a").UID))
+	w.pods.gone("a")
+	w.eventually("a is gone", func() bool { return w.get("a") == nil })
+	w.did("hold c", "let go c")
+}
+
+// A Scheduler that has not looked at every sandbox yet does not know who uses what.
+func TestNothingIsLetGoBeforeEverySandboxWasLookedAt(t *testing.T) {
+	k := &fakeKeeper{held: map[VolumeRef]bool{claimed("c"): true}}
+	w := emptyWorld(t)
+	s, err := New(Config{Store: w.store, Agents: StaticAgents{}, Clock: w.clock, Epoch: 1, LeaseUID: "l", Keeper: k})
+	if err != nil {
+		t.Fatal(err)
+	}
+	one, two := store.Key{Name: "one"}, store.Key{Name: "two"}
+	s.settle(t.Context(), claimed("c"))
+	s.holds.await([]store.Key{one, two})
+	for _, key := range []store.Key{one, two} {
+		if s.settle(t.Context(), claimed("c")); !k.IsHeld(claimed("c")) {
+			t.Fatalf("let go before %s was looked at", key.Name)
+		}
+		s.sawUses(key)
+	}
+	if s.settle(t.Context(), claimed("c")); k.IsHeld(claimed("c")) {
+		t.Error("still held, by nobody")
 	}
 }
