@@ -290,7 +290,7 @@ func TestHostIsNeverEntered(t *testing.T) {
 	nested := newNested(t, 0)
 	fd := nested.namespace(t)
 	defer unix.Close(fd)
-	if _, err := enterFile(fd, nil, modern()); reason(err) != ReasonNamespaceIsHost {
+	if _, err := enterFile(fd, nil, "", modern()); reason(err) != ReasonNamespaceIsHost {
 		t.Error(err)
 	}
 }

@@ -266,7 +266,7 @@ func (req helperRequest) run() (answer helperAnswer, tree *Tree, err error) {
 		answer.Usage, err = statfs(helperFile)
 		return answer, nil, err
 	case helperDetach:
-		ns, err := enterFile(helperFile, nil, modern())
+		ns, err := enterFile(helperFile, nil, "", modern())
 		if err != nil {
 			return answer, nil, err
 		}

@@ -281,7 +281,7 @@ func mountsBehind(dir int, name string) ([]Info, error) {
 	err = onThrowawayThread(func() error {
 		t := &thread{root: -1, mountinfo: -1}
 		defer t.close()
-		if err := t.enter(fd, proc); err != nil {
+		if err := t.enter(fd, proc, ""); err != nil {
 			return fmt.Errorf("enter: %w", err)
 		}
 		list, err = t.mounts()

@@ -24,6 +24,7 @@ const (
 	sandboxEnv = "FLUX_MOUNT_TEST_SANDBOX"
 	rootEnv    = "FLUX_MOUNT_TEST_ROOT"
 	sharedEnv  = "FLUX_MOUNT_TEST_SHARED"
+	pivotEnv   = "FLUX_MOUNT_TEST_PIVOT" // wait for the word to pivot
 	reexecTest = "FLUX_MOUNT_TEST_REEXEC"
 )
 
@@ -122,7 +123,7 @@ func (s *sandboxProcess) mkdir(name string) {
 
 func (s *sandboxProcess) enter(modern bool) *Namespace {
 	s.Helper()
-	ns, err := enter(s.proc, modern)
+	ns, err := enter(s.proc, "", modern)
 	check(s, err)
 	s.Cleanup(func() { ns.Close() })
 	return ns
@@ -221,6 +222,11 @@ func sandboxMain() {
 	die("proc", unix.Mount("proc", filepath.Join(root, "proc"), "proc", 0, ""))
 	die("shm", unix.Mount("none", filepath.Join(root, "shm"), "tmpfs", 0, ""))
 	die("other", unix.Mount("none", filepath.Join(root, "other"), "ramfs", 0, ""))
+	in := bufio.NewScanner(os.Stdin)
+	if os.Getenv(pivotEnv) != "" {
+		fmt.Println("ready")
+		in.Scan()
+	}
 	die("chdir", unix.Chdir(root))
 	die("pivot", unix.PivotRoot(".", "."))
 	die("umount", unix.Unmount(".", unix.MNT_DETACH))
@@ -229,7 +235,6 @@ func sandboxMain() {
 		die("shared", unix.Mount("", "/", "", unix.MS_SHARED, ""))
 	}
 	fmt.Println("ready")
-	in := bufio.NewScanner(os.Stdin)
 	var stop atomic.Bool
 	var writes atomic.Int64
 	var keep []any

@@ -49,18 +49,25 @@ type thread struct {
 // Reasons: NAMESPACE_GONE; NAMESPACE_IS_HOST when the process has our mount
 // namespace, or one whose root is still our root (a runtime that did not pivot,
 // or has not yet).
-func Enter(p *Process) (*Namespace, error) { return enter(p, modern()) }
+func Enter(p *Process) (*Namespace, error) { return enter(p, "", modern()) }
 
-func enter(p *Process, modern bool) (*Namespace, error) {
+// EnterAt is Enter for a container whose runtime has made its mount namespace and everything in it, and has not
+// pivoted yet: root is the directory in that namespace that it will pivot to, a mount point. The Namespace stays the
+// container's when the runtime goes on, since pivot_root(2) moves nobody whose root is the new one already.
+// Reasons: NAMESPACE_GONE; NAMESPACE_IS_HOST when root is our root or the process has our mount namespace;
+// TARGET_INVALID when root is no mount point, as after the pivot.
+func EnterAt(p *Process, root string) (*Namespace, error) { return enter(p, root, modern()) }
+
+func enter(p *Process, root string, modern bool) (*Namespace, error) {
 	file, err := p.namespace("mnt")
 	if err != nil {
 		return nil, err
 	}
 	defer file.Close()
-	return enterFile(int(file.Fd()), p, modern)
+	return enterFile(int(file.Fd()), p, root, modern)
 }
 
-func enterFile(nsFD int, p *Process, modern bool) (*Namespace, error) {
+func enterFile(nsFD int, p *Process, root string, modern bool) (*Namespace, error) {
 	const op = "enter namespace"
 	name := ""
 	if p != nil {
@@ -92,14 +99,14 @@ func enterFile(nsFD int, p *Process, modern bool) (*Namespace, error) {
 	started := make(chan error)
 	go ns.run(started, func(t *thread) error {
 		t.modern = modern
-		if err := t.enter(nsFD, proc); err != nil {
-			return failed(op, name, "cannot enter", err)
+		if err := t.enter(nsFD, proc, root); err != nil {
+			return wrapKernel(op, name, err)
 		}
-		var root unix.Statx_t
-		if err := statxAt(t.root, "", unix.AT_EMPTY_PATH, unix.STATX_INO, &root); err != nil {
+		var at unix.Statx_t
+		if err := statxAt(t.root, "", unix.AT_EMPTY_PATH, unix.STATX_INO, &at); err != nil {
 			return failed(op, name, "cannot identify the container's root", err)
 		}
-		if root.Ino == hostRoot.Ino && root.Dev_major == hostRoot.Dev_major && root.Dev_minor == hostRoot.Dev_minor {
+		if at.Ino == hostRoot.Ino && at.Dev_major == hostRoot.Dev_major && at.Dev_minor == hostRoot.Dev_minor {
 			return isHost
 		}
 		return nil
@@ -138,8 +145,9 @@ func (ns *Namespace) run(started chan<- error, enter func(*thread) error) {
 }
 
 // enter moves the calling thread. setns(2) puts root and working directory on
-// the namespace's topmost root: the one the container pivoted to.
-func (t *thread) enter(nsFD, proc int) error {
+// the namespace's topmost root: the one the container pivoted to. root, unless
+// empty, is the one that it will pivot to.
+func (t *thread) enter(nsFD, proc int, root string) error {
 	if unix.Gettid() == unix.Getpid() {
 		return errors.New("this is the main thread, which cannot end; main must not call runtime.UnlockOSThread")
 	}
@@ -150,6 +158,11 @@ func (t *thread) enter(nsFD, proc int) error {
 	if err := unix.Setns(nsFD, unix.CLONE_NEWNS); err != nil {
 		return fmt.Errorf("setns: %w", err)
 	}
+	if root != "" {
+		if err := changeRoot(root); err != nil {
+			return err
+		}
+	}
 	var err error
 	if t.root, err = unix.Open("/", directoryPath, 0); err != nil {
 		return fmt.Errorf("open root: %w", err)
@@ -159,6 +172,31 @@ func (t *thread) enter(nsFD, proc int) error {
 	}
 	if t.mountinfo, err = unix.Openat(proc, "thread-self/mountinfo", unix.O_RDONLY|unix.O_CLOEXEC, 0); err != nil {
 		return fmt.Errorf("open mountinfo: %w", err)
+	}
+	return nil
+}
+
+// changeRoot gives the calling thread another root, which must be a mount point.
+func changeRoot(root string) error {
+	fd, err := unix.Openat2(unix.AT_FDCWD, root, &unix.OpenHow{Flags: directoryPath, Resolve: unix.RESOLVE_NO_SYMLINKS | unix.RESOLVE_NO_MAGICLINKS})
+	if err != nil {
+		return &Error{Op: "enter namespace", Path: root, Code: ReasonTargetInvalid, Kind: errdefs.ErrFailedPrecondition,
+			Message: "the container's root cannot be opened in its namespace", Err: err}
+	}
+	defer unix.Close(fd)
+	var st unix.Statx_t
+	if err := statxAt(fd, "", unix.AT_EMPTY_PATH, unix.STATX_INO, &st); err != nil {
+		return fmt.Errorf("statx %s: %w", root, err)
+	}
+	if st.Attributes&unix.STATX_ATTR_MOUNT_ROOT == 0 {
+		return &Error{Op: "enter namespace", Path: root, Code: ReasonTargetInvalid, Kind: errdefs.ErrFailedPrecondition,
+			Message: "the container's root is no mount point of its namespace"}
+	}
+	if err := unix.Fchdir(fd); err != nil {
+		return fmt.Errorf("chdir %s: %w", root, err)
+	}
+	if err := unix.Chroot("."); err != nil {
+		return fmt.Errorf("chroot %s: %w", root, err)
 	}
 	return nil
 }
