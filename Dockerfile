@@ -7,7 +7,7 @@ COPY . .
 ARG VERSION=dev
 RUN CGO_ENABLED=0 go build -trimpath -o /out/ \
     -ldflags "-s -w -X github.com/flux-sandbox/flux-sandbox/internal/version.stamped=${VERSION}" \
-    ./cmd/flux-sandbox-controller ./cmd/flux-sandbox-agent ./cmd/flux-sandbox-init ./cmd/flux-sandbox-logger ./cmd/flux-sandbox-csi ./cmd/fluxctl
+    ./cmd/flux-sandbox-controller ./cmd/flux-sandbox-agent ./cmd/flux-sandbox-init ./cmd/flux-sandbox-logger ./cmd/flux-sandbox-hook ./cmd/flux-sandbox-csi ./cmd/fluxctl
 
 FROM scratch
 COPY --from=build /etc/ssl/certs/ca-certificates.crt /etc/ssl/certs/ca-certificates.crt

@@ -47,6 +47,7 @@ func command() *cobra.Command {
 	f.StringVar(&paths.Trust, "trust", "/var/run/secrets/sandbox.flux.io/ca.crt", "file with the CAs of the controller")
 	f.StringVar(&paths.Init, "init", filepath.Join(beside, "flux-sandbox-init"), "the program that is PID 1 of sandboxes")
 	f.StringVar(&paths.Logger, "logger", filepath.Join(beside, "flux-sandbox-logger"), "the program that writes sandboxes' logs")
+	f.StringVar(&paths.Hook, "hook", filepath.Join(beside, "flux-sandbox-hook"), "the program that containers wait for which require volumes")
 	f.StringVar(&paths.Containerd, "containerd", "/run/containerd/containerd.sock", "socket of the host's containerd, to find the host's mount namespace by")
 	if failpoint.Enabled {
 		cmd.AddCommand(&cobra.Command{

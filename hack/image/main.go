@@ -30,7 +30,7 @@ import (
 )
 
 // programs are what the image has, from the folder of binaries.
-var programs = []string{"flux-sandbox-controller", "flux-sandbox-agent", "flux-sandbox-init", "flux-sandbox-logger", "flux-sandbox-csi", "fluxctl"}
+var programs = []string{"flux-sandbox-controller", "flux-sandbox-agent", "flux-sandbox-init", "flux-sandbox-logger", "flux-sandbox-hook", "flux-sandbox-csi", "fluxctl"}
 
 // caCertificates are where Debian, and this image, have the CAs that programs trust.
 const caCertificates = "/etc/ssl/certs/ca-certificates.crt"

@@ -26,6 +26,7 @@ const childEnv = "FLUX_TEST_AGENT"
 // child describes an agent that runs as a process of its own, so that it can be killed.
 type child struct {
 	Dir, Init, Logger string // of the containers' environment
+	Hook, HookSocket  string
 	Data, Run, Socket string
 	Containerd, NRI   string // of the Pods
 	Ready             string // a file that is made when it serves
@@ -57,7 +58,7 @@ func (c child) serve() error {
 	if err != nil {
 		return err
 	}
-	p, err := pods.Open(ctx, pods.Config{Address: c.Containerd, NRISocket: c.NRI})
+	p, err := pods.Open(ctx, pods.Config{Address: c.Containerd, NRISocket: c.NRI, HookProgram: c.Hook, HookSocket: c.HookSocket})
 	if err != nil {
 		return err
 	}
@@ -103,7 +104,7 @@ func (p *podNode) childCommand(t *testing.T) (cmd *exec.Cmd, ready string) {
 	self, err := os.Executable()
 	must(t, err)
 	ready = filepath.Join(t.TempDir(), "ready")
-	description, err := json.Marshal(child{Dir: p.Env.Dir, Init: p.Env.InitPath, Logger: p.Env.LoggerPath, Data: p.Data,
+	description, err := json.Marshal(child{Dir: p.Env.Dir, Init: p.Env.InitPath, Logger: p.Env.LoggerPath, Hook: p.Env.HookPath, HookSocket: p.hook, Data: p.Data,
 		Run: p.RunDir(), Socket: p.Socket(), Containerd: p.env.Address, NRI: p.nri, Ready: ready})
 	must(t, err)
 	cmd = exec.Command(self)

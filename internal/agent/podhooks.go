@@ -82,7 +82,7 @@ func (a *Agent) podStarting(ctx context.Context, sb *sandbox, c pods.Container, 
 		a.log.Error("a container that starts could not be recorded; its volumes are attached later", "sandbox", sb.uid, "error", err)
 		return
 	}
-	a.attachToPod(a.stopping, sb, c.ID, late)
+	_ = a.attachToPod(a.stopping, sb, c.ID, late) // noted and tried again
 	a.log.Info("a container starts", "sandbox", sb.uid, "container", c.ID, "late", late.Load(), "duration", a.config.Clock.Since(began))
 }
 
@@ -144,7 +144,7 @@ func (a *Agent) lookAtPodOnce(sb *sandbox) error {
 	sb.mu.Unlock()
 	// One that was only created belongs to the hook. Its start is another event.
 	if c.Started {
-		a.attachToPod(ctx, sb, c.ID, nil)
+		_ = a.attachToPod(ctx, sb, c.ID, nil) // noted and tried again
 	}
 	return nil
 }
@@ -152,7 +152,7 @@ func (a *Agent) lookAtPodOnce(sb *sandbox) error {
 // attachToPod attaches every volume that waits for a container: each on its own, so that one whose source hangs keeps no
 // other from being there in time. late says whether the container was started meanwhile; nil for one that was started
 // before.
-func (a *Agent) attachToPod(ctx context.Context, sb *sandbox, containerID string, late *atomic.Bool) {
+func (a *Agent) attachToPod(ctx context.Context, sb *sandbox, containerID string, late *atomic.Bool) error {
 	ctx, cancel := context.WithTimeout(ctx, restartReady)
 	defer cancel()
 	missing := slices.DeleteFunc(a.journal.Volumes(sb.uid), func(v journal.Volume) bool { return !waits(v) })
@@ -169,6 +169,7 @@ func (a *Agent) attachToPod(ctx context.Context, sb *sandbox, containerID string
 	if len(missing) > 0 {
 		a.changed(sb.uid)
 	}
+	return err
 }
 
 // attachLate attaches a volume that waits to a Pod's container.
@@ -209,6 +210,13 @@ func (u *ContainerMountUpdater) attachLate(ctx context.Context, sb *sandbox, wan
 			return err
 		}
 		record = waiting(record)
+	} else if !record.Left.IsZero() && sb.isCreating(containerID) {
+		// An agent that was killed while runc waited for it had attached it already.
+		left := record
+		left.Mount = record.Left
+		if err := u.clear(ctx, sb, left); err != nil {
+			return err
+		}
 	}
 	if late != nil && !late.Load() {
 		r.attached = v1alpha1.AttachedBeforeStart

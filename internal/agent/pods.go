@@ -270,6 +270,8 @@ func (a *Agent) readPod(ctx context.Context, sb *sandbox) error {
 	}
 	found, err := a.config.Pods.Find(ctx, pods.Ref{PodUID: p.UID, Container: p.Container})
 	switch {
+	case err == nil && !found.Alive && sb.isCreating(found.ID):
+		return nil // containerd has its task when the hook has ended
 	case err == nil:
 		return a.adopt(sb, &found, true)
 	case !errdefs.IsNotFound(err):

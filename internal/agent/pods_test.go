@@ -5,12 +5,14 @@ import (
 	"os"
 	"path/filepath"
 	"testing"
+	"time"
 
 	"github.com/containerd/errdefs"
 
 	agentv1 "github.com/flux-sandbox/flux-sandbox/api/proto/agent/v1"
 	"github.com/flux-sandbox/flux-sandbox/internal/agent"
 	"github.com/flux-sandbox/flux-sandbox/internal/agent/agenttest"
+	"github.com/flux-sandbox/flux-sandbox/internal/containers/containerstest"
 	"github.com/flux-sandbox/flux-sandbox/internal/mount"
 	"github.com/flux-sandbox/flux-sandbox/internal/pods"
 	"github.com/flux-sandbox/flux-sandbox/internal/pods/podstest"
@@ -22,15 +24,17 @@ type podNode struct {
 	env *podstest.Env
 	// pods is what the running agent knows of Pods.
 	pods *pods.Runtime
-	// nri is the socket that agents use which are started from now on.
-	nri string
+	// nri is the socket that agents use which are started from now on, hook theirs for containers that require volumes.
+	nri, hook string
+	// patience is how long such a container waits; the default when zero.
+	patience time.Duration
 }
 
 // newPodNode starts a node; change may change the configuration of each of its agents.
 func newPodNode(t *testing.T, change ...func(*agent.Config)) *podNode {
 	t.Helper()
 	p := &podNode{env: podstest.Shared(t)}
-	p.nri = p.env.NRISocket
+	p.nri, p.hook = p.env.NRISocket, filepath.Join(t.TempDir(), "hook.sock")
 	var opened []*pods.Runtime
 	t.Cleanup(func() { // after the node's own
 		for _, r := range opened {
@@ -38,7 +42,8 @@ func newPodNode(t *testing.T, change ...func(*agent.Config)) *podNode {
 		}
 	})
 	p.Node = agenttest.New(t, func(c *agent.Config) {
-		r, err := pods.Open(context.Background(), pods.Config{Address: p.env.Address, NRISocket: p.nri})
+		r, err := pods.Open(context.Background(), pods.Config{Address: p.env.Address, NRISocket: p.nri,
+			HookProgram: containerstest.Shared(t).HookPath, HookSocket: p.hook, HookPatience: p.patience})
 		must(t, err)
 		opened = append(opened, r)
 		p.pods, c.Pods = r, r

@@ -176,7 +176,10 @@ func (a *Agent) waitAgain(uid string) (journal.Change, error) {
 		case journal.Lazy:
 			lazy = append(lazy, v)
 		default:
-			change.PutVolumes = append(change.PutVolumes, waiting(v))
+			left := v.Mount
+			v = waiting(v)
+			v.Left = left
+			change.PutVolumes = append(change.PutVolumes, v)
 		}
 	}
 	if len(lazy) == 0 {

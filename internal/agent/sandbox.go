@@ -160,6 +160,9 @@ func (s *sandbox) enter() (*mount.Namespace, error) {
 		return nil, errors.Join(err, p.Close())
 	}
 	ns, err := mount.Enter(p)
+	if fault.ReasonOf(err) == mount.ReasonNamespaceIsHost && s.pod != nil && s.pod.container.RootFS != "" {
+		ns, err = mount.EnterAt(p, s.pod.container.RootFS)
+	}
 	if err != nil {
 		return nil, errors.Join(s.unlessGone(err), p.Close())
 	}

@@ -311,7 +311,7 @@ func (u *ContainerMountUpdater) place(ctx context.Context, sb *sandbox, record j
 	if record.Mount, err = tree.Identity(); err != nil {
 		return failed(err)
 	}
-	record.Phase, record.Attached = journal.Intent, v1alpha1.AttachedLive
+	record.Phase, record.Attached, record.Left = journal.Intent, v1alpha1.AttachedLive, mount.Identity{}
 	if c, _ := sb.seen(); c.State == containers.Created {
 		record.Attached = v1alpha1.AttachedBeforeStart
 	}

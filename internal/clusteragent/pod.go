@@ -22,8 +22,8 @@ type Paths struct {
 	// Config is the configuration file, Token the file with the ServiceAccount token, Trust that with the CAs of the
 	// controller. Each may be replaced at any time as kubelet does it, by a link in their directory.
 	Config, Token, Trust string
-	// Init and Logger are flux-sandbox-init and flux-sandbox-logger.
-	Init, Logger string
+	// Init, Logger and Hook are flux-sandbox-init, flux-sandbox-logger and flux-sandbox-hook.
+	Init, Logger, Hook string
 	// Containerd is the socket of the host's containerd, whose process is in the host's mount namespace. It is asked for
 	// that where process 1 does not let its own be seen.
 	Containerd string
@@ -42,7 +42,7 @@ func EnterHost(paths Paths) (*Files, error) {
 	if !mount.Reexecuted() {
 		for name, path := range map[string]string{
 			"config": filepath.Dir(paths.Config), "token": filepath.Dir(paths.Token), "trust": filepath.Dir(paths.Trust),
-			"init": paths.Init, "logger": paths.Logger,
+			"init": paths.Init, "logger": paths.Logger, "hook": paths.Hook,
 		} {
 			f, err := os.Open(path)
 			if err != nil {
@@ -124,7 +124,10 @@ func (f *Files) InstallPrograms(dir string) (node.Programs, error) {
 	if p.Init, err = install(f.kept["init"], dir, "flux-sandbox-init"); err != nil {
 		return p, err
 	}
-	p.Logger, err = install(f.kept["logger"], dir, "flux-sandbox-logger")
+	if p.Logger, err = install(f.kept["logger"], dir, "flux-sandbox-logger"); err != nil {
+		return p, err
+	}
+	p.Hook, err = install(f.kept["hook"], dir, "flux-sandbox-hook")
 	return p, err
 }
 

@@ -142,6 +142,7 @@ func (c Config) containerdRoot() string { return filepath.Join(c.StateDir, "cont
 func (c Config) containerdRun() string  { return filepath.Join(c.RunDir, "containerd") }
 func (c Config) containersRun() string  { return filepath.Join(c.RunDir, "containers") }
 func (c Config) journal() string        { return filepath.Join(c.RunDir, "journal") }
+func (c Config) hookSocket() string     { return filepath.Join(c.RunDir, "hook.sock") }
 
 // source makes the source of volumes of type local.
 func (c Config) source() (*local.Source, error) {
@@ -158,7 +159,7 @@ func (c Config) source() (*local.Source, error) {
 
 // Places are the files and folders that a node makes below stateDir and runDir.
 func (c Config) Places() []string {
-	return []string{c.sandboxState(), c.containerdRoot(), c.containerdRun(), c.containersRun(), c.journal()}
+	return []string{c.sandboxState(), c.containerdRoot(), c.containerdRun(), c.containersRun(), c.journal(), c.hookSocket()}
 }
 
 // child is the configuration of a containerd of our own.

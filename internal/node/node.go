@@ -18,7 +18,7 @@ import (
 
 // Programs are where the programs lie that run beside and inside of sandboxes. The paths are recorded in containers, so
 // they must stay valid.
-type Programs struct{ Init, Logger string }
+type Programs struct{ Init, Logger, Hook string }
 
 // Node is a node that works.
 type Node struct {
@@ -63,7 +63,7 @@ func Open(ctx context.Context, config Config, programs Programs, log *slog.Logge
 	}
 	if config.Pods.Enabled {
 		if n.pods, err = pods.Open(ctx, pods.Config{Address: config.Containerd.Address, Namespace: config.Pods.ContainerdNamespace,
-			NRISocket: config.Pods.NRISocket, Log: log.With("component", "pods")}); err != nil {
+			NRISocket: config.Pods.NRISocket, HookProgram: programs.Hook, HookSocket: config.hookSocket(), Log: log.With("component", "pods")}); err != nil {
 			return nil, err
 		}
 		settings.Pods = n.pods

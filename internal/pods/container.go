@@ -47,7 +47,9 @@ type Container struct {
 	// Started: its process has begun.
 	Started bool
 	PID     int
-	Facts   Facts
+	// RootFS is the directory that it will pivot to, of one that has not; empty otherwise.
+	RootFS string
+	Facts  Facts
 }
 
 // Facts are what a container's specification says that matters to who mounts into it.

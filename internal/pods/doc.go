@@ -5,7 +5,7 @@
 //
 // A container of a Pod is found in the CRI's namespace of containerd by the labels that the CRI gives it: the Pod's UID and
 // the container's name. A restarted container is another one of the same labels, so that callers ask for a Ref and get
-// the one that lives, or else the newest. Nothing is ever changed there.
+// the one that lives, or else the newest. Nothing there is changed.
 //
 // # NRI
 //
@@ -14,6 +14,13 @@
 // plugins one after another, for one Pod of the node at a time, and starts the container all the same when a plugin takes
 // longer than its timeout (2 s by default). So the hook has HookBudget, and never answers with an error. It may ask
 // containerd's own API, but never the CRI, which would wait for the hook itself.
+//
+// # Containers that require volumes
+//
+// A container whose Pod says so does not start without its volumes, whatever becomes of the plugin: when it is made
+// (CreateContainer), it gets an OCI hook that waits for the agent (package createhook), and that attaches while runc's init
+// waits in front of its pivot. Nothing else is ever changed in a container. One that is made while no plugin is connected
+// has no hook: NRI's default validator can refuse that (annotation required-plugins.noderesource.dev).
 //
 // Two plugins would each get every event. Run holds a lock (flock(2)) on the directory of the socket; a second agent's Run
 // follows containerd's events alone until the first ends.

@@ -138,16 +138,38 @@ func (p *plugin) changed(podUID string) {
 }
 
 var (
-	_ stub.SynchronizeInterface    = (*plugin)(nil)
-	_ stub.StartContainerInterface = (*plugin)(nil)
-	_ stub.StopContainerInterface  = (*plugin)(nil)
-	_ stub.RemovePodInterface      = (*plugin)(nil)
+	_ stub.SynchronizeInterface     = (*plugin)(nil)
+	_ stub.CreateContainerInterface = (*plugin)(nil)
+	_ stub.StartContainerInterface  = (*plugin)(nil)
+	_ stub.StopContainerInterface   = (*plugin)(nil)
+	_ stub.RemovePodInterface       = (*plugin)(nil)
 )
 
 // Synchronize comes when the plugin is connected: whatever happened before was missed.
 func (p *plugin) Synchronize(context.Context, []*api.PodSandbox, []*api.Container) ([]*api.ContainerUpdate, error) {
 	p.changed("")
 	return nil, nil
+}
+
+// CreateContainer comes when a container is made. One that requires volumes gets a hook, and nothing else changes.
+func (p *plugin) CreateContainer(_ context.Context, pod *api.PodSandbox, c *api.Container) (*api.ContainerAdjustment, []*api.ContainerUpdate, error) {
+	leave, ok := p.enter()
+	if !ok {
+		return nil, nil, nil
+	}
+	defer leave()
+	ref := Ref{PodUID: pod.GetUid(), Container: c.GetName()}
+	required, err := p.handler.Required(ref, pod.GetAnnotations())
+	if err != nil || len(required) == 0 {
+		return nil, nil, err
+	}
+	hook, err := p.runtime.hook(ref, required)
+	if err != nil {
+		return nil, nil, err
+	}
+	adjustment := &api.ContainerAdjustment{}
+	adjustment.AddHooks(&api.Hooks{CreateRuntime: []*api.Hook{hook}})
+	return adjustment, nil, nil
 }
 
 // StartContainer comes before the first instruction of a container.

@@ -42,6 +42,10 @@ func (r *recorder) Starting(ctx context.Context, c pods.Container) {
 	}
 }
 
+func (r *recorder) Required(pods.Ref, map[string]string) ([]string, error) { return nil, nil }
+
+func (r *recorder) Creating(context.Context, pods.Container, []string) error { return nil }
+
 func (r *recorder) Changed(podUID string) {
 	r.mu.Lock()
 	defer r.mu.Unlock()

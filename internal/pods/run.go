@@ -20,6 +20,12 @@ type Handler interface {
 	// Starting is told of a container that is Alive, whose process begins when it returns, but not later than the
 	// context's end.
 	Starting(ctx context.Context, c Container)
+	// Required are the targets without whose volumes a container must not start, by the annotations of its Pod. An error is
+	// why it cannot be made. It is asked for every container that is made on the node and must not wait.
+	Required(ref Ref, annotations map[string]string) ([]string, error)
+	// Creating attaches the required volumes of a container that is Alive, whose init waits before its pivot, in RootFS. An
+	// error is why the container must not start; it may wait until the context ends.
+	Creating(ctx context.Context, c Container, required []string) error
 	// Changed hints that something about a Pod changed; about any when podUID is empty. It must not wait.
 	Changed(podUID string)
 }
@@ -31,6 +37,9 @@ func (r *Runtime) Run(ctx context.Context, h Handler) {
 	var both sync.WaitGroup
 	both.Go(func() { r.followNRI(ctx, h) })
 	both.Go(func() { r.followEvents(ctx, h) })
+	if r.config.HookSocket != "" {
+		both.Go(func() { r.serveHook(ctx, h) })
+	}
 	both.Wait()
 }
 

@@ -6,6 +6,7 @@ import (
 	"log/slog"
 	"sync"
 	"sync/atomic"
+	"time"
 
 	containerd "github.com/containerd/containerd/v2/client"
 	"github.com/containerd/containerd/v2/pkg/namespaces"
@@ -13,6 +14,7 @@ import (
 
 	"github.com/flux-sandbox/flux-sandbox/internal/cgroup"
 	"github.com/flux-sandbox/flux-sandbox/internal/fault"
+	"github.com/flux-sandbox/flux-sandbox/internal/pods/createhook"
 )
 
 // Defaults of Config.
@@ -32,7 +34,12 @@ type Config struct {
 	// NRISocket is its socket for plugins; DefaultNRISocket when empty. Where there is none, containers get their volumes
 	// right after their start.
 	NRISocket string
-	Log       *slog.Logger
+	// HookProgram is flux-sandbox-hook as the runtime finds it, HookSocket where it asks (package createhook). Without
+	// them a container that requires volumes is not made.
+	HookProgram, HookSocket string
+	// HookPatience is how long a start waits for required volumes; createhook.Patience when zero.
+	HookPatience time.Duration
+	Log          *slog.Logger
 }
 
 // Runtime reads the containers of this node's Pods. It is safe for concurrent use.
@@ -51,6 +58,9 @@ func Open(ctx context.Context, config Config) (*Runtime, error) {
 	}
 	if config.NRISocket == "" {
 		config.NRISocket = DefaultNRISocket
+	}
+	if config.HookPatience == 0 {
+		config.HookPatience = createhook.Patience
 	}
 	if config.Log == nil {
 		config.Log = slog.New(slog.DiscardHandler)

@@ -39,6 +39,7 @@ func openMachine(ctx context.Context, config Config, log *slog.Logger, registry 
 	m := &machine{name: config.Node}
 	m.Node, err = node.Open(ctx, config.Config, node.Programs{
 		Init: filepath.Join(beside, "flux-sandbox-init"), Logger: filepath.Join(beside, "flux-sandbox-logger"),
+		Hook: filepath.Join(beside, "flux-sandbox-hook"),
 	}, log, registry)
 	if err != nil {
 		return nil, err

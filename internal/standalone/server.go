@@ -7,7 +7,6 @@ import (
 	"net"
 	"os"
 	"os/user"
-	"path/filepath"
 	"strconv"
 
 	"golang.org/x/sync/errgroup"
@@ -16,6 +15,7 @@ import (
 	"github.com/flux-sandbox/flux-sandbox/internal/observability"
 	"github.com/flux-sandbox/flux-sandbox/internal/scheduler"
 	"github.com/flux-sandbox/flux-sandbox/internal/store/embedded"
+	"github.com/flux-sandbox/flux-sandbox/internal/unixsocket"
 )
 
 // leaseUID names the lease that the epochs of a standalone server count: it has one leader, itself.
@@ -111,33 +111,10 @@ func Run(ctx context.Context, config Config, reload Reload, ready func(address s
 // listen makes a unix socket that root, and the members of a group if one is named, may use. One that a process left
 // behind is replaced: a second server never comes so far, since the journal and the database have one owner.
 func listen(path, group string) (net.Listener, error) {
-	if err := os.MkdirAll(filepath.Dir(path), 0o711); err != nil {
-		return nil, fmt.Errorf("listen on %s: %w", path, err)
+	if group == "" {
+		return unixsocket.Listen(path, nil)
 	}
-	if err := os.Remove(path); err != nil && !errors.Is(err, os.ErrNotExist) {
-		return nil, fmt.Errorf("listen on %s: remove the old socket: %w", path, err)
-	}
-	// Made under another name, so that nobody connects before it has its permissions.
-	making := path + ".new"
-	if err := os.Remove(making); err != nil && !errors.Is(err, os.ErrNotExist) {
-		return nil, fmt.Errorf("listen on %s: %w", path, err)
-	}
-	l, err := net.ListenUnix("unix", &net.UnixAddr{Name: making, Net: "unix"})
-	if err != nil {
-		return nil, fmt.Errorf("listen on %s: %w", path, err)
-	}
-	l.SetUnlinkOnClose(false)
-	err = os.Chmod(making, 0o600)
-	if err == nil && group != "" {
-		err = shareWith(making, group)
-	}
-	if err == nil {
-		err = os.Rename(making, path)
-	}
-	if err != nil {
-		return nil, errors.Join(fmt.Errorf("listen on %s: %w", path, err), l.Close())
-	}
-	return l, nil
+	return unixsocket.Listen(path, func(path string) error { return shareWith(path, group) })
 }
 
 func shareWith(path, group string) error {

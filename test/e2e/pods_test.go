@@ -177,3 +177,42 @@ func TestPodsThatAreRefused(t *testing.T) {
 		t.Errorf("a template with hostPID: %s", out)
 	}
 }
+
+// A Pod that requires a volume waits for it, here with an agent that is killed meanwhile and a restart policy that forgives
+// no failed start.
+func TestAPodThatRequiresItsVolumes(t *testing.T) {
+	c := open(t)
+	must(t, os.WriteFile(filepath.Join(c.dir("a"), "hello"), []byte("from a\n"), 0o644))
+	spec := podSpec(reader)
+	spec.RestartPolicy = corev1.RestartPolicyNever
+	pods := c.client.CoreV1().Pods(c.namespace)
+	_, err := pods.Create(t.Context(), &corev1.Pod{ObjectMeta: metav1.ObjectMeta{Name: "strict", Annotations: map[string]string{
+		v1alpha1.AnnotationContainer: "main", v1alpha1.AnnotationRequiredVolumes: "/data"}}, Spec: spec}, metav1.CreateOptions{})
+	must(t, err)
+	status := func() string {
+		p, err := pods.Get(t.Context(), "strict", metav1.GetOptions{})
+		if err != nil || len(p.Status.ContainerStatuses) == 0 {
+			return fmt.Sprint(err)
+		}
+		return fmt.Sprintf("%s, started %v", p.Status.Phase, *p.Status.ContainerStatuses[0].Started)
+	}
+	c.wait("its image is there", func() (bool, string) {
+		events, err := c.kubectl("get", "events", "--field-selector", "involvedObject.name=strict")
+		return err == nil && strings.Contains(events, "Created"), events
+	})
+	c.kill("flux-sandbox-agent")
+	if s := status(); s != "Pending, started false" {
+		t.Errorf("without its volume the Pod is %s", s)
+	}
+	c.create(sandboxes, &v1alpha1.Sandbox{ObjectMeta: metav1.ObjectMeta{Name: "strict"}, Spec: v1alpha1.SandboxSpec{
+		PodRef: &v1alpha1.PodReference{Name: "strict"}, DynamicVolumes: []v1alpha1.DynamicVolume{local(c.data("a"), "/data")}}})
+	c.phase("strict", v1alpha1.SandboxRunning)
+	if row := c.row("strict", "/data", v1alpha1.VolumeMounted); row.Attached != v1alpha1.AttachedBeforeStart {
+		t.Errorf("row %+v", row)
+	}
+	c.wait("it has read its volume", func() (bool, string) {
+		out, err := c.kubectl("logs", "strict")
+		return err == nil && out == "from a\n", out
+	})
+	c.systemReady()
+}

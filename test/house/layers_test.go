@@ -21,7 +21,7 @@ type layer struct {
 }
 
 // leaves import nothing of ours, and everybody but mount and capacity may import them.
-var leaves = []string{"internal/fault", "internal/failpoint", "internal/version", "api"}
+var leaves = []string{"internal/fault", "internal/failpoint", "internal/version", "internal/unixsocket", "api"}
 
 // Clients of the world outside. What decides (scheduler, volume, and who asks them) knows neither.
 var (
@@ -39,12 +39,15 @@ var layers = []layer{
 	{dir: "internal/fault", never: clients},
 	{dir: "internal/failpoint", only: []string{}},
 	{dir: "internal/version", only: []string{}},
+	{dir: "internal/unixsocket", only: []string{}},
 	{dir: "api", never: clients},
 
 	// One floor up: each knows the kernel or the API, none knows another but where it must.
 	{dir: "internal/identity", may: leaves, never: clients},
 	{dir: "internal/containers", may: slices.Concat(leaves, []string{"internal/cgroup", "internal/mount", "internal/capacity"}), never: kubernetesClients},
 	{dir: "internal/pods", may: slices.Concat(leaves, []string{"internal/cgroup"}), never: kubernetesClients},
+	// Part of a program that has to be small.
+	{dir: "internal/pods/createhook", only: []string{}},
 	{dir: "internal/volume", may: slices.Concat(leaves, []string{"internal/mount", "internal/capacity"}), never: clients},
 	{dir: "internal/store", may: leaves, never: clients},
 	{dir: "internal/store/kube", may: slices.Concat(leaves, []string{"internal/store"}), never: containerdClient},

@@ -18,6 +18,10 @@ const (
 	// AnnotationContainer, on a Pod, names the container that gets the volumes, unless podRef does; it is the Pod's first
 	// without it.
 	AnnotationContainer = "sandbox.flux.io/container"
+	// AnnotationRequiredVolumes, on a Pod, are targets, joined by commas, without whose volumes the container that
+	// AnnotationContainer names does not start: it waits for them, and fails to start with the reason when they do not
+	// come within a minute, as often as kubelet tries. Without it a container starts whatever becomes of its volumes.
+	AnnotationRequiredVolumes = "sandbox.flux.io/required-volumes"
 	// MinMemoryBytes and MinCPUMilli are the smallest limits that can be enforced: what the runtime and the sandbox's
 	// PID 1 need themselves, and 1 ms in 100 ms.
 	MinMemoryBytes = 8 << 20

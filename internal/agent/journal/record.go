@@ -39,7 +39,10 @@ type Volume struct {
 	Request volume.Request `json:"request"`
 	Phase   VolumePhase    `json:"phase"`
 	// Mount is where it is, once it is mounted.
-	Mount    mount.Identity      `json:"mount,omitzero"`
+	Mount mount.Identity `json:"mount,omitzero"`
+	// Left is, for a volume that waits for its container's next task, where it was in what was taken for the last one. A
+	// task that containerd does not know yet may have it still.
+	Left     mount.Identity      `json:"left,omitzero"`
 	Attached v1alpha1.AttachTime `json:"attached,omitempty"`
 	// Path, Limit and CapacityBytes are what the source said of it, for this request.
 	Path          v1alpha1.VolumePath       `json:"path,omitempty"`

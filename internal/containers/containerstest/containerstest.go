@@ -41,8 +41,8 @@ type Env struct {
 	Dir string
 	// Child is the containerd.
 	Child *containers.Child
-	// InitPath and LoggerPath are the helper programs.
-	InitPath, LoggerPath string
+	// InitPath, LoggerPath and HookPath are the helper programs.
+	InitPath, LoggerPath, HookPath string
 }
 
 // patience bounds what is waited for in set-up and clean-up; it is generous, as machines in CI are slow.
@@ -157,6 +157,7 @@ func start() (_ *Env, err error) {
 		Dir:        dir,
 		InitPath:   filepath.Join(bin, "flux-sandbox-init"),
 		LoggerPath: filepath.Join(bin, "flux-sandbox-logger"),
+		HookPath:   filepath.Join(bin, "flux-sandbox-hook"),
 	}
 	defer func() {
 		if err != nil {
@@ -285,7 +286,7 @@ func buildHelpers() (string, error) {
 	}
 	const module = "github.com/flux-sandbox/flux-sandbox"
 	build := exec.Command("go", "build", "-p", "1", "-trimpath", "-ldflags=-s -w", "-o", dir+"/",
-		module+"/cmd/flux-sandbox-init", module+"/cmd/flux-sandbox-logger")
+		module+"/cmd/flux-sandbox-init", module+"/cmd/flux-sandbox-logger", module+"/cmd/flux-sandbox-hook")
 	build.Env = append(os.Environ(), "CGO_ENABLED=0")
 	if out, err := build.CombinedOutput(); err != nil {
 		os.RemoveAll(dir)

@@ -301,6 +301,8 @@ type Pod struct {
 	UserNamespace bool
 	// Privileged lets it have privileged containers.
 	Privileged bool
+	// Annotations are what NRI's plugins see of it.
+	Annotations map[string]string
 
 	env    *Env
 	id     string
@@ -333,6 +335,7 @@ func (p *Pod) Run(tb testing.TB) {
 	tb.Helper()
 	p.config = &cri.PodSandboxConfig{
 		Metadata:     &cri.PodSandboxMetadata{Name: p.Name, Uid: p.UID, Namespace: "default"},
+		Annotations:  p.Annotations,
 		LogDirectory: filepath.Join(p.env.Dir, "logs", p.UID),
 		// What kubelet sets, by which the CRI knows a container's Pod.
 		Labels: map[string]string{"io.kubernetes.pod.name": p.Name, "io.kubernetes.pod.uid": p.UID, "io.kubernetes.pod.namespace": "default"},
@@ -401,6 +404,13 @@ func (p *Pod) Start(tb testing.TB, c Container) *Container {
 
 // TryStart is Start. A container that was made and cannot be started is there all the same.
 func (p *Pod) TryStart(ctx context.Context, c Container) (*Container, error) {
+	c = p.container(c)
+	err := c.TryAgain(ctx)
+	return &c, err
+}
+
+// container completes the description of a container.
+func (p *Pod) container(c Container) Container {
 	if c.Name == "" {
 		c.Name = "main"
 	}
@@ -408,8 +418,7 @@ func (p *Pod) TryStart(ctx context.Context, c Container) (*Container, error) {
 		c.Command = []string{"sleep", "3600"}
 	}
 	c.pod = p
-	err := c.TryAgain(ctx)
-	return &c, err
+	return c
 }
 
 // Again makes and starts another instance of the container, as kubelet does after its end. The old one stays, dead.
@@ -420,6 +429,28 @@ func (c *Container) Again(tb testing.TB) {
 
 // TryAgain is Again; it may be called on any goroutine.
 func (c *Container) TryAgain(ctx context.Context) error {
+	if err := c.create(ctx); err != nil {
+		return err
+	}
+	return c.Run(ctx)
+}
+
+// Create makes a container and does not start it.
+func (p *Pod) Create(tb testing.TB, c Container) *Container {
+	tb.Helper()
+	c = p.container(c)
+	must(tb, c.create(tb.Context()))
+	return &c
+}
+
+// Run starts a container that was made.
+func (c *Container) Run(ctx context.Context) error {
+	_, err := c.pod.env.cri.StartContainer(ctx, &cri.StartContainerRequest{ContainerId: c.ID})
+	return err
+}
+
+// create makes the next instance.
+func (c *Container) create(ctx context.Context) error {
 	config := &cri.ContainerConfig{
 		Metadata: &cri.ContainerMetadata{Name: c.Name, Attempt: c.attempt},
 		Image:    &cri.ImageSpec{Image: image}, Command: c.Command,
@@ -437,8 +468,7 @@ func (c *Container) TryAgain(ctx context.Context) error {
 		return err
 	}
 	c.ID = r.GetContainerId()
-	_, err = c.pod.env.cri.StartContainer(ctx, &cri.StartContainerRequest{ContainerId: c.ID})
-	return err
+	return nil
 }
 
 // Wait waits for the end of the present instance and returns its exit code.
