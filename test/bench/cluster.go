@@ -13,6 +13,7 @@ import (
 	"strings"
 	"time"
 
+	"golang.org/x/sync/errgroup"
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
@@ -34,6 +35,8 @@ const (
 	clusterVolumes    = "/var/lib/flux-localcluster/volumes/tenants"
 	controllerAgent   = "flux-sandbox-controller/"
 	podsRecreated     = 5
+	createdOneByOne   = 10
+	createdAtOnce     = 50
 	clusterBudget     = 20 * time.Millisecond
 )
 
@@ -77,13 +80,9 @@ func benchCluster(p *program, r *report, s sizes) {
 		map[string]any{"featureGates": map[string]any{"dynamicVolumeMount": true}}), metav1.CreateOptions{})
 	p.must(err)
 
-	var create, attach, detach, patch, recreate samples
-	events := c.watch()
-	create.add(func() {
-		_, err := c.sandboxes.Create(p.Context(), object("Sandbox", "s", map[string]any{"image": "ubuntu:latest", "command": []any{"sleep", "3600"}}), metav1.CreateOptions{})
-		p.must(err)
-		c.await(events, "it runs", func(sb *v1alpha1.Sandbox) bool { return sb.Status.Phase == v1alpha1.SandboxRunning })
-	})
+	var create, atOnce, attach, detach, patch, recreate samples
+	c.created("s")
+	events := c.watch("s")
 	pairs := max(s.apiPairs/2, 10)
 	from := c.audited()
 	for range pairs {
@@ -99,14 +98,28 @@ func benchCluster(p *program, r *report, s sizes) {
 		})
 	}
 	calls := c.calls(from)
-	c.pod(source)
+	var podCreate samples
+	podCreate.add(func() { c.pod(source) })
 	for range podsRecreated {
 		recreate.add(func() {
 			p.must(c.client.CoreV1().Pods(c.namespace).Delete(p.Context(), "p", metav1.DeleteOptions{GracePeriodSeconds: ptr.To[int64](0)}))
 			c.pod(source)
 		})
 	}
-	r.times("cluster: create a sandbox until it runs", create, "", nil)
+	// Last, so that the volumes above are measured with one sandbox.
+	for i := range createdOneByOne {
+		create.add(func() { c.created(fmt.Sprint("one-", i)) })
+	}
+	atOnce.add(func() {
+		var names []string
+		for i := range createdAtOnce {
+			names = append(names, fmt.Sprint("all-", i))
+		}
+		c.created(names...)
+	})
+	r.times("cluster: create a sandbox until it runs, one by one", create, "create a Pod until it runs", podCreate)
+	r.value(fmt.Sprintf("cluster: create %d sandboxes at once until all run", createdAtOnce), span(atOnce.median()),
+		fmt.Sprintf("as many one by one: %s", span(createdAtOnce*create.median())))
 	r.times("cluster: attach through the API server, until mounted", attach, "delete and re-create a Pod with the volume", recreate)
 	r.times("cluster: detach through the API server, until gone", detach, "", nil)
 	r.times("cluster: … of an attach, the caller's own write", patch, "", nil)
@@ -119,19 +132,46 @@ func object(kind, name string, spec map[string]any) *unstructured.Unstructured {
 		"metadata": map[string]any{"name": name}, "spec": spec}}
 }
 
-// watch follows the sandbox "s".
-func (c *clusterBench) watch() <-chan watch.Event {
-	w, err := c.sandboxes.Watch(c.Context(), metav1.ListOptions{FieldSelector: fields.OneTermEqualSelector(metav1.ObjectNameField, "s").String()})
+// created creates sandboxes, all at once, and waits until each runs.
+func (c *clusterBench) created(names ...string) {
+	events := c.watch("")
+	var group errgroup.Group
+	for _, name := range names {
+		group.Go(func() error {
+			_, err := c.sandboxes.Create(c.Context(), object("Sandbox", name, map[string]any{"image": "ubuntu:latest", "command": []any{"sleep", "3600"}}), metav1.CreateOptions{})
+			return err
+		})
+	}
+	run := map[string]bool{}
+	c.await(events, "all run", func(sb *v1alpha1.Sandbox) bool {
+		if sb.Status.Phase == v1alpha1.SandboxRunning && slices.Contains(names, sb.Name) {
+			run[sb.Name] = true
+		}
+		return len(run) == len(names)
+	})
+	c.must(group.Wait())
+}
+
+// watch follows a sandbox, or all when there is no name.
+func (c *clusterBench) watch(name string) <-chan watch.Event {
+	var options metav1.ListOptions
+	if name != "" {
+		options.FieldSelector = fields.OneTermEqualSelector(metav1.ObjectNameField, name).String()
+	}
+	w, err := c.sandboxes.Watch(c.Context(), options)
 	c.must(err)
 	c.Cleanup(w.Stop)
 	return w.ResultChan()
 }
 
 func (c *clusterBench) await(events <-chan watch.Event, what string, holds func(*v1alpha1.Sandbox) bool) {
-	late := time.After(time.Minute)
+	late := time.After(2 * time.Minute)
 	for {
 		select {
-		case e := <-events:
+		case e, ok := <-events:
+			if !ok {
+				c.Fatalf("the watch ended before %s", what)
+			}
 			data, err := json.Marshal(e.Object)
 			c.must(err)
 			var sb v1alpha1.Sandbox
