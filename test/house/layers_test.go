@@ -62,6 +62,8 @@ var layers = []layer{
 	{dir: "internal/kube", may: slices.Concat(leaves, []string{"internal/identity", "internal/store", "internal/store/kube", "internal/volume", "internal/scheduler"}), never: containerdClient},
 	// Answers a question of grpcapi's.
 	{dir: "internal/kube/callers", may: slices.Concat(leaves, []string{"internal/grpcapi", "internal/kube"}), never: containerdClient},
+	// In the process of the node's driver, which it calls.
+	{dir: "internal/kube/provisioner", may: slices.Concat(leaves, []string{"internal/csidriver"}), never: containerdClient},
 	// What every server shows of itself.
 	{dir: "internal/observability", may: leaves, never: clients},
 	// A node, of a cluster or of its own.
@@ -87,7 +89,7 @@ var layers = []layer{
 
 // anything are the parts that put the others together. They may import every layer, and nothing but
 // themselves imports them.
-var anything = []string{"cmd", "test", "internal/standalone", "internal/clusteragent", "internal/clustercontroller"}
+var anything = []string{"cmd", "test", "internal/standalone", "internal/clusteragent", "internal/clustercontroller", "internal/clusterdriver"}
 
 // testSupport may be imported by every test, mount's and capacity's too; otherwise by test and hack alone.
 var testSupport = []string{"internal/testenv", "internal/testimage"}

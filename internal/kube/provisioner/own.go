@@ -1,0 +1,112 @@
+package provisioner
+
+import (
+	"context"
+	"slices"
+	"time"
+
+	corev1 "k8s.io/api/core/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/fields"
+	"k8s.io/client-go/informers"
+	"k8s.io/client-go/kubernetes"
+	corev1listers "k8s.io/client-go/listers/core/v1"
+	"k8s.io/client-go/tools/cache"
+
+	"github.com/flux-sandbox/flux-sandbox/internal/csidriver"
+)
+
+// selectedNode is the annotation by which the scheduler says where a claim's volume is wanted.
+const selectedNode = "volume.kubernetes.io/selected-node"
+
+// isOwn says whether a claim's volume is wanted on this node, or a volume of the driver lies on it and on no other.
+func (p *Provisioner) isOwn(object any) bool {
+	switch o := object.(type) {
+	case *corev1.PersistentVolumeClaim:
+		return o.Annotations[selectedNode] == p.config.Node
+	case *corev1.PersistentVolume:
+		return o.Spec.CSI != nil && o.Spec.CSI.Driver == csidriver.Name && liesOn(o.Spec.NodeAffinity, p.config.Node)
+	case cache.DeletedFinalStateUnknown:
+		return p.isOwn(o.Obj)
+	}
+	return false
+}
+
+// liesOn says whether an affinity lets exactly one node in, by the driver's own label.
+func liesOn(affinity *corev1.VolumeNodeAffinity, node string) bool {
+	if affinity == nil || affinity.Required == nil || len(affinity.Required.NodeSelectorTerms) == 0 {
+		return false
+	}
+	for _, term := range affinity.Required.NodeSelectorTerms { // any of them lets a node in
+		if !slices.ContainsFunc(term.MatchExpressions, func(e corev1.NodeSelectorRequirement) bool {
+			return e.Key == csidriver.TopologyNode && e.Operator == corev1.NodeSelectorOpIn && len(e.Values) == 1 && e.Values[0] == node
+		}) {
+			return false
+		}
+	}
+	return true
+}
+
+func affinityTo(node string) *corev1.VolumeNodeAffinity {
+	return &corev1.VolumeNodeAffinity{Required: &corev1.NodeSelector{NodeSelectorTerms: []corev1.NodeSelectorTerm{{
+		MatchExpressions: []corev1.NodeSelectorRequirement{{Key: csidriver.TopologyNode, Operator: corev1.NodeSelectorOpIn, Values: []string{node}}}}}}}
+}
+
+// filtered is an informer that tells its handlers of some of its objects only.
+type filtered struct {
+	cache.SharedIndexInformer
+	of func(object any) bool
+}
+
+// AddEventHandlerWithResyncPeriod implements cache.SharedInformer; it is the one that the library calls.
+func (f filtered) AddEventHandlerWithResyncPeriod(handler cache.ResourceEventHandler, resync time.Duration) (cache.ResourceEventHandlerRegistration, error) {
+	return f.SharedIndexInformer.AddEventHandlerWithResyncPeriod(cache.FilteringResourceEventHandler{FilterFunc: f.of, Handler: handler}, resync)
+}
+
+// strip drops what is not needed of an object before it is kept: of what is not our own, all but the name.
+func (p *Provisioner) strip(object any) (any, error) {
+	switch o := object.(type) {
+	case *corev1.PersistentVolumeClaim:
+		if !p.isOwn(o) {
+			return &corev1.PersistentVolumeClaim{ObjectMeta: nameOf(o)}, nil
+		}
+	case *corev1.PersistentVolume:
+		if !p.isOwn(o) {
+			return &corev1.PersistentVolume{ObjectMeta: nameOf(o)}, nil
+		}
+	}
+	if o, ok := object.(metav1.Object); ok {
+		o.SetManagedFields(nil)
+	}
+	return object, nil
+}
+
+func nameOf(o metav1.Object) metav1.ObjectMeta {
+	return metav1.ObjectMeta{Namespace: o.GetNamespace(), Name: o.GetName(), UID: o.GetUID(), ResourceVersion: o.GetResourceVersion()}
+}
+
+// Follow watches one node until ctx ends, and calls changed with it at first and at each change of its labels. It returns
+// once the node is known, or ctx has ended.
+func Follow(ctx context.Context, client kubernetes.Interface, node string, changed func(labels map[string]string)) (corev1listers.NodeLister, error) {
+	factory := informers.NewSharedInformerFactoryWithOptions(client, 0,
+		informers.WithTweakListOptions(func(o *metav1.ListOptions) {
+			o.FieldSelector = fields.OneTermEqualSelector(metav1.ObjectNameField, node).String()
+		}),
+		informers.WithTransform(func(object any) (any, error) {
+			if o, ok := object.(*corev1.Node); ok { // the images alone are most of it
+				return &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: o.Name, UID: o.UID, ResourceVersion: o.ResourceVersion, Labels: o.Labels}}, nil
+			}
+			return object, nil
+		}))
+	nodes := factory.Core().V1().Nodes()
+	handler, err := nodes.Informer().AddEventHandler(cache.ResourceEventHandlerFuncs{
+		AddFunc:    func(o any) { changed(o.(*corev1.Node).Labels) },
+		UpdateFunc: func(_, o any) { changed(o.(*corev1.Node).Labels) },
+	})
+	if err != nil {
+		return nil, err
+	}
+	factory.StartWithContext(ctx)
+	cache.WaitForCacheSync(ctx.Done(), handler.HasSynced)
+	return nodes.Lister(), ctx.Err()
+}
