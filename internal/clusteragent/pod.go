@@ -6,7 +6,6 @@ import (
 	"errors"
 	"fmt"
 	"io"
-	"net"
 	"os"
 	"path/filepath"
 	"strings"
@@ -51,41 +50,11 @@ func EnterHost(paths Paths) (*Files, error) {
 			keep[name] = f
 		}
 	}
-	kept, err := mount.ReexecInHostNamespace(keep, func() (int, error) { return peer(paths.Containerd) })
+	kept, err := mount.ReexecInHostNamespace(keep, func() (int, error) { return mount.SocketPeer(paths.Containerd) })
 	if err != nil {
 		return nil, err
 	}
 	return &Files{paths: paths, kept: kept}, nil
-}
-
-// peer is the PID of the process that listens on a socket.
-func peer(socket string) (int, error) {
-	if socket == "" {
-		return 0, errors.New("no socket of containerd is given")
-	}
-	conn, err := net.DialUnix("unix", nil, &net.UnixAddr{Name: socket, Net: "unix"})
-	if err != nil {
-		return 0, err
-	}
-	defer conn.Close()
-	raw, err := conn.SyscallConn()
-	if err != nil {
-		return 0, err
-	}
-	var credentials *unix.Ucred
-	var sockErr error
-	if err := raw.Control(func(fd uintptr) {
-		credentials, sockErr = unix.GetsockoptUcred(int(fd), unix.SOL_SOCKET, unix.SO_PEERCRED)
-	}); err != nil {
-		return 0, err
-	}
-	if sockErr != nil {
-		return 0, os.NewSyscallError("getsockopt SO_PEERCRED", sockErr)
-	}
-	if credentials.Pid <= 0 {
-		return 0, fmt.Errorf("the process behind %s is not in this PID namespace: hostPID is needed", socket)
-	}
-	return int(credentials.Pid), nil
 }
 
 // Config, Token and Trust read the files as they are now.

@@ -241,9 +241,12 @@ func checkCapability(c *csi.VolumeCapability) error {
 
 // segments are the node's topology.
 func (d *Driver) segments() map[string]string {
+	d.mu.Lock()
+	domain := d.domain
+	d.mu.Unlock()
 	s := map[string]string{TopologyNode: d.config.Node}
-	if d.config.Domain != "" {
-		s[d.config.DomainKey] = d.config.Domain
+	if domain != "" {
+		s[d.config.DomainKey] = domain
 	}
 	return s
 }

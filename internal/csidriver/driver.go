@@ -1,12 +1,14 @@
 package csidriver
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
 	"os"
 	"path/filepath"
 	"sync"
+	"time"
 
 	"github.com/container-storage-interface/spec/lib/go/csi"
 	"github.com/containerd/errdefs"
@@ -25,6 +27,9 @@ const (
 	TopologyNode = "topology." + Name + "/node"
 )
 
+// defaultStopGrace is enough for a publish; a large volume that is being made is given up, and made again.
+const defaultStopGrace = 5 * time.Second
+
 // Config says where and how a driver works.
 type Config struct {
 	// Pool is the folder of the images. It is made if it is not there.
@@ -32,11 +37,17 @@ type Config struct {
 	// Node is the node's name.
 	Node string
 	// DomainKey and Domain are the label and the value of the node's topology domain; Domain is empty where it has none.
+	// SetDomain changes it.
 	DomainKey, Domain string
 	// Overcommit is by what factor thin volumes may promise more than is free; 1 when zero.
 	Overcommit float64
 	// Version is told to the callers.
 	Version string
+	// StopGrace is how long calls may go on when Serve ends; 5 seconds when zero.
+	StopGrace time.Duration
+	// Called, if set, is told of every call of Serve's that is to change something, once it is answered: the method's name
+	// and the volume's.
+	Called func(method, volume string, err error)
 }
 
 // Driver serves CSI's three services. New makes one.
@@ -50,8 +61,9 @@ type Driver struct {
 	loops  capacity.Loops
 	lock   *os.File
 
-	mu   sync.Mutex // guards busy
-	busy map[string]bool
+	mu     sync.Mutex // guards the fields below
+	busy   map[string]bool
+	domain string
 }
 
 var (
@@ -80,7 +92,8 @@ func New(ctx context.Context, config Config) (*Driver, error) {
 	if err != nil {
 		return nil, fmt.Errorf("open the pool: %w", err)
 	}
-	d := &Driver{config: config, busy: map[string]bool{}, loops: capacity.Loops{Observe: deviceSteps},
+	config.StopGrace = cmp.Or(config.StopGrace, defaultStopGrace)
+	d := &Driver{config: config, domain: config.Domain, busy: map[string]bool{}, loops: capacity.Loops{Observe: deviceSteps},
 		pool: &capacity.Pool{Dir: dir, Overcommit: config.Overcommit, Observe: imageSteps}}
 	if err := d.open(ctx); err != nil {
 		d.Close()
@@ -112,6 +125,13 @@ func (d *Driver) Close() error {
 		err = errors.Join(err, d.lock.Close())
 	}
 	return err
+}
+
+// SetDomain changes the node's topology domain. Kubelet is told when the driver registers the next time.
+func (d *Driver) SetDomain(domain string) {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	d.domain = domain
 }
 
 // Register registers the driver's services.

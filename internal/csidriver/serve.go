@@ -7,12 +7,18 @@ import (
 	"io/fs"
 	"net"
 	"os"
+	"path"
 	"path/filepath"
+	"time"
 
+	"github.com/container-storage-interface/spec/lib/go/csi"
+	"github.com/containerd/errdefs"
 	"golang.org/x/sync/errgroup"
 	"golang.org/x/sys/unix"
 	"google.golang.org/grpc"
 	registration "k8s.io/kubelet/pkg/apis/pluginregistration/v1"
+
+	"github.com/flux-sandbox/flux-sandbox/internal/fault"
 )
 
 // Sockets are where a driver is called.
@@ -24,10 +30,13 @@ type Sockets struct {
 	// Registration is the socket by which kubelet finds the driver, ".../plugins_registry/NAME-reg.sock". Empty where
 	// there is no kubelet.
 	Registration string
+	// Register is closed when kubelet may register the driver: the node's domain is known. Volumes are published before.
+	// Nil is at once.
+	Register <-chan struct{}
 }
 
 // Serve answers on the sockets until ctx ends, and calls ready once it does. Both are for root alone. A call that is
-// under way is answered first.
+// under way is answered first, if it ends within Config.StopGrace.
 func Serve(ctx context.Context, d *Driver, sockets Sockets, ready func()) error {
 	if sockets.KubeletCSI == "" {
 		sockets.KubeletCSI = sockets.CSI
@@ -38,7 +47,7 @@ func Serve(ctx context.Context, d *Driver, sockets Sockets, ready func()) error 
 		if err != nil {
 			return err
 		}
-		server := grpc.NewServer(grpc.UnaryInterceptor(Interceptor))
+		server := grpc.NewServer(grpc.ChainUnaryInterceptor(Interceptor, d.observe))
 		register(server)
 		group.Go(func() error {
 			if err := server.Serve(listener); !errors.Is(err, grpc.ErrServerStopped) { // stopped before it began
@@ -48,6 +57,8 @@ func Serve(ctx context.Context, d *Driver, sockets Sockets, ready func()) error 
 		})
 		group.Go(func() error {
 			<-ctx.Done()
+			kill := time.AfterFunc(d.config.StopGrace, server.Stop)
+			defer kill.Stop()
 			server.GracefulStop() // closes the listener, which removes the socket
 			return nil
 		})
@@ -58,7 +69,7 @@ func Serve(ctx context.Context, d *Driver, sockets Sockets, ready func()) error 
 	if err == nil && sockets.Registration != "" {
 		failed := make(chan error, 1)
 		err = serve(sockets.Registration, func(s *grpc.Server) {
-			registration.RegisterRegistrationServer(s, &registrar{endpoint: sockets.KubeletCSI, failed: failed})
+			registration.RegisterRegistrationServer(s, &registrar{endpoint: sockets.KubeletCSI, may: sockets.Register, failed: failed})
 		})
 		group.Go(func() error {
 			select {
@@ -75,6 +86,28 @@ func Serve(ctx context.Context, d *Driver, sockets Sockets, ready func()) error 
 		ready()
 	}
 	return group.Wait()
+}
+
+// observe is an interceptor that tells Config.Called.
+func (d *Driver) observe(ctx context.Context, request any, info *grpc.UnaryServerInfo, handler grpc.UnaryHandler) (any, error) {
+	response, err := handler(ctx, request)
+	volume := ""
+	switch r := request.(type) {
+	case *csi.CreateVolumeRequest:
+		volume = idOf(r.GetName())
+	case *csi.DeleteVolumeRequest:
+		volume = r.GetVolumeId()
+	case *csi.NodePublishVolumeRequest:
+		volume = r.GetVolumeId()
+	case *csi.NodeUnpublishVolumeRequest:
+		volume = r.GetVolumeId()
+	default:
+		return response, err
+	}
+	if d.config.Called != nil {
+		d.config.Called(path.Base(info.FullMethod), volume, err)
+	}
+	return response, err
 }
 
 // listen makes the socket with mode 0600, in place of one that a killed process left: New has the pool's lock, so no
@@ -103,11 +136,19 @@ func listen(path string) (net.Listener, error) {
 type registrar struct {
 	registration.UnimplementedRegistrationServer
 	endpoint string
+	may      <-chan struct{} // nil is yes
 	failed   chan<- error
 }
 
-// GetInfo implements registration.RegistrationServer.
-func (r *registrar) GetInfo(context.Context, *registration.InfoRequest) (*registration.PluginInfo, error) {
+// GetInfo implements registration.RegistrationServer. Kubelet asks again after an error.
+func (r *registrar) GetInfo(ctx context.Context, _ *registration.InfoRequest) (*registration.PluginInfo, error) {
+	if r.may != nil {
+		select {
+		case <-r.may:
+		case <-ctx.Done():
+			return nil, fault.New(errdefs.ErrUnavailable, fault.AgentRecovering, "the node's topology domain is not known yet, as the API server does not answer")
+		}
+	}
 	return &registration.PluginInfo{Type: registration.CSIPlugin, Name: Name, Endpoint: r.endpoint, SupportedVersions: []string{"1.0.0"}}, nil
 }
 

@@ -1,7 +1,9 @@
 package mount
 
 import (
+	"errors"
 	"fmt"
+	"net"
 	"os"
 	"runtime"
 	"slices"
@@ -38,6 +40,34 @@ func ReexecInHostNamespace(keep map[string]*os.File, witness func() (int, error)
 		return keptFiles(value)
 	}
 	return reexecInNamespaceOf(1, keep, witness)
+}
+
+// SocketPeer is the PID of the process that listens on a Unix socket: a witness for ReexecInHostNamespace.
+func SocketPeer(socket string) (pid int, err error) {
+	const op = "find the process behind a socket"
+	if socket == "" {
+		return 0, failed(op, "", "no socket of the host's is given, say containerd's", unix.EINVAL)
+	}
+	conn, err := net.DialUnix("unix", nil, &net.UnixAddr{Name: socket, Net: "unix"})
+	if err != nil {
+		return 0, failed(op, socket, "cannot connect", err)
+	}
+	defer conn.Close()
+	raw, err := conn.SyscallConn()
+	if err != nil {
+		return 0, failed(op, socket, "cannot be asked", err)
+	}
+	var credentials *unix.Ucred
+	controlErr := raw.Control(func(fd uintptr) {
+		credentials, err = unix.GetsockoptUcred(int(fd), unix.SOL_SOCKET, unix.SO_PEERCRED)
+	})
+	if err := errors.Join(controlErr, err); err != nil {
+		return 0, failed(op, socket, "cannot be asked", err)
+	}
+	if credentials.Pid <= 0 {
+		return 0, failed(op, socket, "its process is not in this PID namespace: hostPID is needed", unix.ESRCH)
+	}
+	return int(credentials.Pid), nil
 }
 
 // Reexecuted says whether this process is one that ReexecInHostNamespace executed, and has

@@ -27,9 +27,8 @@ import (
 type Config struct {
 	// Client is the API server's. Its limit on calls is the provisioner's.
 	Client kubernetes.Interface
-	// Node is the name of the node, Nodes tells of it (Follow).
-	Node  string
-	Nodes corev1listers.NodeLister
+	// Node is the name of the node.
+	Node string
 	// Driver is the node's driver. It may be called by others at the same time.
 	Driver csi.ControllerServer
 	// DomainKey is the node label of the topology domain.
@@ -56,9 +55,8 @@ var (
 type Provisioner struct {
 	config  Config
 	metrics metrics.Metrics
+	factory informers.SharedInformerFactory
 	synced  chan struct{}
-	claims  cache.SharedIndexInformer
-	volumes cache.SharedIndexInformer
 
 	// calls is held for reading while the driver is called, and for writing once none may be called any more: the library
 	// does not wait for its workers.
@@ -83,15 +81,15 @@ func New(config Config) (*Provisioner, error) {
 			return nil, fmt.Errorf("provisioner: %w", err)
 		}
 	}
+	p.factory = informers.NewSharedInformerFactoryWithOptions(config.Client, 0, informers.WithTransform(p.strip))
 	return p, nil
 }
 
-// Run provisions until ctx ends; then no call of the driver is under way. What the API server cannot be told meanwhile is
-// told later, or by the next Run.
-func (p *Provisioner) Run(ctx context.Context) {
-	factory := informers.NewSharedInformerFactoryWithOptions(p.config.Client, 0, informers.WithTransform(p.strip))
-	claims, volumes := factory.Core().V1().PersistentVolumeClaims().Informer(), factory.Core().V1().PersistentVolumes().Informer()
-	classes := factory.Storage().V1().StorageClasses().Informer()
+// Run provisions until ctx ends; then no call of the driver is under way. nodes tells of the node (Follow). What the API
+// server cannot be told in time is told by the next Run.
+func (p *Provisioner) Run(ctx context.Context, nodes corev1listers.NodeLister) {
+	claims, volumes := p.factory.Core().V1().PersistentVolumeClaims().Informer(), p.factory.Core().V1().PersistentVolumes().Informer()
+	classes := p.factory.Storage().V1().StorageClasses().Informer()
 	retry := func() workqueue.TypedRateLimiter[any] {
 		return workqueue.NewTypedItemExponentialFailureRateLimiter[any](firstRetry, lastRetry)
 	}
@@ -101,7 +99,7 @@ func (p *Provisioner) Run(ctx context.Context) {
 		controller.ClaimsInformer(filtered{claims, p.isOwn}),
 		controller.VolumesInformer(filtered{volumes, p.isOwn}),
 		controller.ClassesInformer(classes),
-		controller.NodesLister(p.config.Nodes),
+		controller.NodesLister(nodes),
 		controller.AddFinalizer(true),
 		controller.RateLimiter(retry()),
 		controller.CreateProvisionedPVLimiter(retry()),
@@ -111,7 +109,7 @@ func (p *Provisioner) Run(ctx context.Context) {
 		controller.DeletionTimeout(deletionTimeout),
 		controller.MetricsInstance(p.metrics),
 	)
-	factory.StartWithContext(ctx)
+	p.factory.StartWithContext(ctx)
 	go func() {
 		if cache.WaitForCacheSync(ctx.Done(), claims.HasSynced, volumes.HasSynced, classes.HasSynced) {
 			close(p.synced)
@@ -120,11 +118,34 @@ func (p *Provisioner) Run(ctx context.Context) {
 	c.Run(ctx)
 	p.calls.Lock()
 	defer p.calls.Unlock()
-	factory.Shutdown()
+	p.factory.Shutdown()
 }
 
 // Synced is closed when everything that existed at first is known.
 func (p *Provisioner) Synced() <-chan struct{} { return p.synced }
+
+// Unclaimed is how many of the driver's volumes no PersistentVolume of the node names: those whose PersistentVolume was
+// removed without its data (Retain), and what a crash just before a claim's deletion left. It is 0 until Synced.
+func (p *Provisioner) Unclaimed(volumes []string) int {
+	select {
+	case <-p.synced:
+	default:
+		return 0
+	}
+	named := map[string]bool{}
+	for _, object := range p.factory.Core().V1().PersistentVolumes().Informer().GetStore().List() {
+		if volume, ok := object.(*corev1.PersistentVolume); ok && p.isOwn(volume) {
+			named[volume.Spec.CSI.VolumeHandle] = true
+		}
+	}
+	n := 0
+	for _, id := range volumes {
+		if !named[id] {
+			n++
+		}
+	}
+	return n
+}
 
 // call calls the driver, unless the provisioner has ended.
 func (p *Provisioner) call(ctx context.Context, f func() error) error {
