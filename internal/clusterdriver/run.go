@@ -96,8 +96,8 @@ func Run(ctx context.Context, config Config, account *Account, ready func(socket
 		if p.client, err = kubernetes.NewForConfig(to); err != nil {
 			return fmt.Errorf("make a client of the API server: %w", err)
 		}
-		if p.provisioner, err = provisioner.New(provisioner.Config{Client: p.client, Node: p.Node, Driver: p.driver, DomainKey: p.DomainKey,
-			Metrics: p.registry}); err != nil {
+		if p.provisioner, err = provisioner.New(ctx, provisioner.Config{Client: p.client, Node: p.Node, Driver: p.driver, DomainKey: p.DomainKey,
+			Labels: p.labels(), Metrics: p.registry}); err != nil {
 			return err
 		}
 	}
@@ -151,20 +151,24 @@ func (p *process) provision(ctx context.Context) error {
 	case <-ctx.Done():
 		return nil
 	}
+	if err := p.provisioner.Follow(ctx); err != nil {
+		return err
+	}
+	close(p.known)
+	p.provisioner.Run(ctx)
+	return nil
+}
+
+// labels is told the node's labels.
+func (p *process) labels() func(map[string]string) {
 	domain := p.Domain
-	nodes, err := provisioner.Follow(ctx, p.client, p.Node, func(labels map[string]string) {
+	return func(labels map[string]string) {
 		if now := labels[p.DomainKey]; now != domain {
 			domain = now
 			p.driver.SetDomain(now)
 			p.log.Info("the node's topology domain", "key", p.DomainKey, "domain", now)
 		}
-	})
-	if err != nil {
-		return err
 	}
-	close(p.known)
-	p.provisioner.Run(ctx, nodes)
-	return nil
 }
 
 // ready says what is missing yet.

@@ -1,7 +1,6 @@
 package provisioner
 
 import (
-	"context"
 	"slices"
 	"time"
 
@@ -10,7 +9,6 @@ import (
 	"k8s.io/apimachinery/pkg/fields"
 	"k8s.io/client-go/informers"
 	"k8s.io/client-go/kubernetes"
-	corev1listers "k8s.io/client-go/listers/core/v1"
 	"k8s.io/client-go/tools/cache"
 
 	"github.com/flux-sandbox/flux-sandbox/internal/csidriver"
@@ -85,28 +83,16 @@ func nameOf(o metav1.Object) metav1.ObjectMeta {
 	return metav1.ObjectMeta{Namespace: o.GetNamespace(), Name: o.GetName(), UID: o.GetUID(), ResourceVersion: o.GetResourceVersion()}
 }
 
-// Follow watches one node until ctx ends, and calls changed with it at first and at each change of its labels. It returns
-// once the node is known, or ctx has ended.
-func Follow(ctx context.Context, client kubernetes.Interface, node string, changed func(labels map[string]string)) (corev1listers.NodeLister, error) {
-	factory := informers.NewSharedInformerFactoryWithOptions(client, 0,
+// followed are the informers of one node, of which little more than the labels is kept: the images alone are most of it.
+func followed(client kubernetes.Interface, node string) informers.SharedInformerFactory {
+	return informers.NewSharedInformerFactoryWithOptions(client, 0,
 		informers.WithTweakListOptions(func(o *metav1.ListOptions) {
 			o.FieldSelector = fields.OneTermEqualSelector(metav1.ObjectNameField, node).String()
 		}),
 		informers.WithTransform(func(object any) (any, error) {
-			if o, ok := object.(*corev1.Node); ok { // the images alone are most of it
+			if o, ok := object.(*corev1.Node); ok {
 				return &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: o.Name, UID: o.UID, ResourceVersion: o.ResourceVersion, Labels: o.Labels}}, nil
 			}
 			return object, nil
 		}))
-	nodes := factory.Core().V1().Nodes()
-	handler, err := nodes.Informer().AddEventHandler(cache.ResourceEventHandlerFuncs{
-		AddFunc:    func(o any) { changed(o.(*corev1.Node).Labels) },
-		UpdateFunc: func(_, o any) { changed(o.(*corev1.Node).Labels) },
-	})
-	if err != nil {
-		return nil, err
-	}
-	factory.StartWithContext(ctx)
-	cache.WaitForCacheSync(ctx.Done(), handler.HasSynced)
-	return nodes.Lister(), ctx.Err()
 }

@@ -12,7 +12,6 @@ import (
 	corev1 "k8s.io/api/core/v1"
 	"k8s.io/client-go/informers"
 	"k8s.io/client-go/kubernetes"
-	corev1listers "k8s.io/client-go/listers/core/v1"
 	"k8s.io/client-go/tools/cache"
 	"k8s.io/client-go/util/workqueue"
 	"sigs.k8s.io/sig-storage-lib-external-provisioner/v11/controller"
@@ -33,6 +32,8 @@ type Config struct {
 	Driver csi.ControllerServer
 	// DomainKey is the node label of the topology domain.
 	DomainKey string
+	// Labels, if set, is told the node's labels, at first and after each change, one call at a time.
+	Labels func(labels map[string]string)
 	// Metrics takes the library's metrics.
 	Metrics prometheus.Registerer
 }
@@ -51,12 +52,12 @@ var (
 	reclaimSteps   = failpoint.Steps("csi-reclaim", []string{"volume"})
 )
 
-// Provisioner makes and deletes one node's volumes. Start it once, with Run.
+// Provisioner makes and deletes one node's volumes. Start it once: with Follow, then with Run.
 type Provisioner struct {
-	config  Config
-	metrics metrics.Metrics
-	factory informers.SharedInformerFactory
-	synced  chan struct{}
+	config     Config
+	controller *controller.ProvisionController
+	nodes, all informers.SharedInformerFactory
+	synced     chan struct{}
 
 	// calls is held for reading while the driver is called, and for writing once none may be called any more: the library
 	// does not wait for its workers.
@@ -69,37 +70,31 @@ var (
 	_ controller.BlockProvisioner = (*Provisioner)(nil)
 )
 
-// New makes a Provisioner.
-func New(config Config) (*Provisioner, error) {
-	p := &Provisioner{config: config, metrics: metrics.New("flux_csi"), synced: make(chan struct{})}
+// New makes a Provisioner, whose Events are sent until ctx ends. Call it before the first client is used: the library
+// writes to client-go's table of types, which clients read.
+func New(ctx context.Context, config Config) (*Provisioner, error) {
+	p := &Provisioner{config: config, nodes: followed(config.Client, config.Node), synced: make(chan struct{})}
+	p.all = informers.NewSharedInformerFactoryWithOptions(config.Client, 0, informers.WithTransform(p.strip))
+	retry := func() workqueue.TypedRateLimiter[any] {
+		return workqueue.NewTypedItemExponentialFailureRateLimiter[any](firstRetry, lastRetry)
+	}
+	m := metrics.New("flux_csi")
 	for _, c := range []prometheus.Collector{
-		p.metrics.PersistentVolumeClaimProvisionTotal, p.metrics.PersistentVolumeClaimProvisionFailedTotal,
-		p.metrics.PersistentVolumeClaimProvisionDurationSeconds, p.metrics.PersistentVolumeDeleteTotal,
-		p.metrics.PersistentVolumeDeleteFailedTotal, p.metrics.PersistentVolumeDeleteDurationSeconds,
+		m.PersistentVolumeClaimProvisionTotal, m.PersistentVolumeClaimProvisionFailedTotal, m.PersistentVolumeClaimProvisionDurationSeconds,
+		m.PersistentVolumeDeleteTotal, m.PersistentVolumeDeleteFailedTotal, m.PersistentVolumeDeleteDurationSeconds,
 	} {
 		if err := config.Metrics.Register(c); err != nil {
 			return nil, fmt.Errorf("provisioner: %w", err)
 		}
 	}
-	p.factory = informers.NewSharedInformerFactoryWithOptions(config.Client, 0, informers.WithTransform(p.strip))
-	return p, nil
-}
-
-// Run provisions until ctx ends; then no call of the driver is under way. nodes tells of the node (Follow). What the API
-// server cannot be told in time is told by the next Run.
-func (p *Provisioner) Run(ctx context.Context, nodes corev1listers.NodeLister) {
-	claims, volumes := p.factory.Core().V1().PersistentVolumeClaims().Informer(), p.factory.Core().V1().PersistentVolumes().Informer()
-	classes := p.factory.Storage().V1().StorageClasses().Informer()
-	retry := func() workqueue.TypedRateLimiter[any] {
-		return workqueue.NewTypedItemExponentialFailureRateLimiter[any](firstRetry, lastRetry)
-	}
-	c := controller.NewProvisionController(ctx, p.config.Client, csidriver.Name, p,
+	claims, volumes, classes := p.informers()
+	p.controller = controller.NewProvisionController(ctx, config.Client, csidriver.Name, p,
 		controller.LeaderElection(false),
 		controller.ResyncPeriod(0),
 		controller.ClaimsInformer(filtered{claims, p.isOwn}),
 		controller.VolumesInformer(filtered{volumes, p.isOwn}),
 		controller.ClassesInformer(classes),
-		controller.NodesLister(nodes),
+		controller.NodesLister(p.nodes.Core().V1().Nodes().Lister()),
 		controller.AddFinalizer(true),
 		controller.RateLimiter(retry()),
 		controller.CreateProvisionedPVLimiter(retry()),
@@ -107,18 +102,48 @@ func (p *Provisioner) Run(ctx context.Context, nodes corev1listers.NodeLister) {
 		controller.FailedDeleteThreshold(0),
 		controller.ProvisionTimeout(provisionTimeout),
 		controller.DeletionTimeout(deletionTimeout),
-		controller.MetricsInstance(p.metrics),
+		controller.MetricsInstance(m),
 	)
-	p.factory.StartWithContext(ctx)
+	return p, nil
+}
+
+func (p *Provisioner) informers() (claims, volumes, classes cache.SharedIndexInformer) {
+	return p.all.Core().V1().PersistentVolumeClaims().Informer(), p.all.Core().V1().PersistentVolumes().Informer(),
+		p.all.Storage().V1().StorageClasses().Informer()
+}
+
+// Follow watches the node until ctx ends, and tells Config.Labels. It returns once the node is known.
+func (p *Provisioner) Follow(ctx context.Context) error {
+	tell := func(o any) {
+		if node, ok := o.(*corev1.Node); ok && p.config.Labels != nil {
+			p.config.Labels(node.Labels)
+		}
+	}
+	handler, err := p.nodes.Core().V1().Nodes().Informer().AddEventHandler(cache.ResourceEventHandlerFuncs{
+		AddFunc: tell, UpdateFunc: func(_, o any) { tell(o) }})
+	if err != nil {
+		return fmt.Errorf("follow node %s: %w", p.config.Node, err)
+	}
+	p.nodes.StartWithContext(ctx)
+	cache.WaitForCacheSync(ctx.Done(), handler.HasSynced)
+	return ctx.Err()
+}
+
+// Run provisions until ctx ends; then no call of the driver is under way. What the API server cannot be told in time is told
+// by the next Run.
+func (p *Provisioner) Run(ctx context.Context) {
+	claims, volumes, classes := p.informers()
+	p.all.StartWithContext(ctx)
 	go func() {
 		if cache.WaitForCacheSync(ctx.Done(), claims.HasSynced, volumes.HasSynced, classes.HasSynced) {
 			close(p.synced)
 		}
 	}()
-	c.Run(ctx)
+	p.controller.Run(ctx)
 	p.calls.Lock()
 	defer p.calls.Unlock()
-	p.factory.Shutdown()
+	p.all.Shutdown()
+	p.nodes.Shutdown()
 }
 
 // Synced is closed when everything that existed at first is known.
@@ -133,7 +158,8 @@ func (p *Provisioner) Unclaimed(volumes []string) int {
 		return 0
 	}
 	named := map[string]bool{}
-	for _, object := range p.factory.Core().V1().PersistentVolumes().Informer().GetStore().List() {
+	_, known, _ := p.informers()
+	for _, object := range known.GetStore().List() {
 		if volume, ok := object.(*corev1.PersistentVolume); ok && p.isOwn(volume) {
 			named[volume.Spec.CSI.VolumeHandle] = true
 		}
