@@ -30,3 +30,4 @@ YAML
 "$kubectl" apply --server-side --force-conflicts -k "$overlay" || { sleep 2 && "$kubectl" apply --server-side --force-conflicts -k "$overlay"; }
 "$kubectl" -n flux-sandbox rollout status --timeout=180s deployment/flux-sandbox-controller
 "$kubectl" -n flux-sandbox rollout status --timeout=180s daemonset/flux-sandbox-agent
+"$kubectl" -n flux-sandbox rollout status --timeout=180s daemonset/flux-sandbox-csi

@@ -40,6 +40,7 @@ const (
 	system     = "flux-sandbox"
 	stateDir   = "/var/lib/flux-localcluster/flux-sandbox"
 	volumesDir = "/var/lib/flux-localcluster/volumes"
+	poolDir    = "/var/lib/flux-localcluster/csi"
 	cgroupDir  = "flux-localcluster/flux-sandbox"
 	patience   = 90 * time.Second
 )
@@ -147,7 +148,7 @@ func (c *cluster) dump(ctx context.Context) {
 		out, _ := json.Marshal(sb.Status)
 		c.t.Logf("sandbox %s: %s", sb.Name, out)
 	}
-	for _, app := range []string{"flux-sandbox-controller", "flux-sandbox-agent"} {
+	for _, app := range []string{"flux-sandbox-controller", "flux-sandbox-agent", "flux-sandbox-csi"} {
 		pods, err := c.client.CoreV1().Pods(system).List(ctx, metav1.ListOptions{LabelSelector: "app.kubernetes.io/name=" + app})
 		if err != nil {
 			c.t.Log(err)

@@ -23,12 +23,12 @@ func nodeState(t *testing.T) state {
 	t.Helper()
 	s := state{}
 	for line := range strings.Lines(read(t, "/proc/self/mountinfo")) {
-		if fields := strings.Fields(line); strings.Contains(line, "flux-localcluster/volumes") || strings.Contains(line, "/run/flux-localcluster/containerd/") && strings.Contains(line, "/flux-sandbox/") {
+		if fields := strings.Fields(line); strings.Contains(line, "flux-localcluster/volumes") || strings.Contains(fields[4], "/kubernetes.io~csi/") || strings.Contains(line, "/run/flux-localcluster/containerd/") && strings.Contains(line, "/flux-sandbox/") {
 			s = append(s, "mount "+fields[4])
 		}
 	}
 	for _, file := range testenv.LoopDevices() {
-		if strings.Contains(file, "flux-localcluster/volumes") {
+		if strings.Contains(file, "flux-localcluster/volumes") || strings.HasPrefix(file, poolDir) {
 			s = append(s, "loop "+file)
 		}
 	}
@@ -36,6 +36,7 @@ func nodeState(t *testing.T) state {
 		stateDir + "/sandboxes/*", "/run/flux-localcluster/flux-sandbox/containers/*", "/run/flux-localcluster/runc/flux-sandbox/*",
 		"/run/flux-localcluster/containerd/io.containerd.runtime.v2.task/flux-sandbox/*",
 		"/sys/fs/cgroup/" + cgroupDir + "/*/", "/sys/fs/cgroup/*/" + cgroupDir + "/*/", volumesDir + "/*/*",
+		poolDir + "/*.img", poolDir + "/*.json",
 	} {
 		found, err := filepath.Glob(pattern)
 		must(t, err)

@@ -68,23 +68,25 @@ func TestRightsAreThoseOfTheRoles(t *testing.T) {
 	c := open(t)
 	data, err := os.ReadFile("../../config/kubernetes/rbac.yaml")
 	must(t, err)
-	everywhere, own := rights{}, rights{}
+	// By the role's kind and name.
+	roles := map[string]rights{"ClusterRole flux-sandbox-controller": {}, "Role flux-sandbox-controller": {}, "ClusterRole flux-sandbox-csi": {}}
 	for part := range strings.SplitSeq(string(data), "\n---\n") {
 		var role rbacv1.ClusterRole // a Role has the same rules
 		must(t, yaml.Unmarshal([]byte(part), &role))
-		if role.Name != "flux-sandbox-controller" || role.Kind != "ClusterRole" && role.Kind != "Role" {
-			continue
-		}
 		for _, rule := range role.Rules {
-			if role.Kind == "ClusterRole" {
-				everywhere.add(rule.Verbs, rule.APIGroups, rule.Resources, rule.ResourceNames)
+			if r := roles[role.Kind+" "+role.Name]; r != nil {
+				r.add(rule.Verbs, rule.APIGroups, rule.Resources, rule.ResourceNames)
 			}
-			own.add(rule.Verbs, rule.APIGroups, rule.Resources, rule.ResourceNames)
 		}
 	}
-	if len(everywhere) == 0 || len(own) == len(everywhere) {
-		t.Fatal("the roles are not in the file any more")
+	for name, r := range roles {
+		if len(r) == 0 {
+			t.Fatalf("%s is not in the file any more", name)
+		}
 	}
+	everywhere, driver, own := roles["ClusterRole flux-sandbox-controller"], roles["ClusterRole flux-sandbox-csi"], rights{}
+	maps.Copy(own, everywhere)
+	maps.Copy(own, roles["Role flux-sandbox-controller"])
 	anybody := c.granted(c.namespace+":nobody", c.namespace)
 	for name, want := range map[string]struct {
 		account, namespace string
@@ -95,6 +97,9 @@ func TestRightsAreThoseOfTheRoles(t *testing.T) {
 		"agent, anywhere":                 {system + ":flux-sandbox-agent", c.namespace, rights{}},
 		"agent, in the controller's":      {system + ":flux-sandbox-agent", system, rights{}},
 		"agent, in the system's":          {system + ":flux-sandbox-agent", "kube-system", rights{}},
+		"driver, anywhere":                {system + ":flux-sandbox-csi", c.namespace, driver},
+		"driver, in the controller's":     {system + ":flux-sandbox-csi", system, driver},
+		"driver, in the system's":         {system + ":flux-sandbox-csi", "kube-system", driver},
 		"the namespace's default account": {system + ":default", system, rights{}},
 	} {
 		got := c.granted(want.account, want.namespace).without(anybody)
