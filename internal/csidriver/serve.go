@@ -57,9 +57,7 @@ func Serve(ctx context.Context, d *Driver, sockets Sockets, ready func()) error 
 		})
 		group.Go(func() error {
 			<-ctx.Done()
-			kill := time.AfterFunc(d.config.StopGrace, server.Stop)
-			defer kill.Stop()
-			server.GracefulStop() // closes the listener, which removes the socket
+			stop(server, d.config.StopGrace)
 			return nil
 		})
 		return nil
@@ -86,6 +84,23 @@ func Serve(ctx context.Context, d *Driver, sockets Sockets, ready func()) error 
 		ready()
 	}
 	return group.Wait()
+}
+
+// stop closes the listener, which removes the socket, and answers what is under way, within the grace. A call that hangs in
+// the kernel is left behind: GracefulStop would wait for it, even after Stop.
+func stop(server *grpc.Server, grace time.Duration) {
+	answered := make(chan struct{})
+	go func() {
+		defer close(answered)
+		server.GracefulStop()
+	}()
+	over := time.NewTimer(grace)
+	defer over.Stop()
+	select {
+	case <-answered:
+	case <-over.C:
+		server.Stop()
+	}
 }
 
 // observe is an interceptor that tells Config.Called.

@@ -5,6 +5,7 @@ import (
 	"os"
 	"strings"
 	"testing"
+	"time"
 
 	"github.com/container-storage-interface/spec/lib/go/csi"
 	"google.golang.org/grpc"
@@ -12,6 +13,8 @@ import (
 	"google.golang.org/grpc/credentials/insecure"
 	"google.golang.org/grpc/status"
 	registration "k8s.io/kubelet/pkg/apis/pluginregistration/v1"
+
+	"github.com/flux-sandbox/flux-sandbox/internal/fault"
 )
 
 func dial(t *testing.T, path string) *grpc.ClientConn {
@@ -81,4 +84,65 @@ func TestRefusedDriverEnds(t *testing.T) {
 	if err := <-ended; err == nil || !strings.Contains(err.Error(), "not you") {
 		t.Errorf("the refused driver ended with %v", err)
 	}
+}
+
+// Kubelet is put off until the node's domain is known; volumes are published before.
+func TestRegistrationWaits(t *testing.T) {
+	w := newWorld(t)
+	d := w.driver(t)
+	d.config.DomainKey = "domain"
+	may := make(chan struct{})
+	sockets := Sockets{CSI: w.target("csi.sock"), Registration: w.target("reg.sock"), Register: may}
+	ctx, cancel := context.WithCancel(within(t))
+	ready, ended := make(chan struct{}), make(chan error, 1)
+	go func() { ended <- Serve(ctx, d, sockets, func() { close(ready) }) }()
+	<-ready
+	kubelet := registration.NewRegistrationClient(dial(t, sockets.Registration))
+	short, done := context.WithTimeout(ctx, 50*time.Millisecond)
+	defer done()
+	if _, err := kubelet.GetInfo(short, &registration.InfoRequest{}); status.Code(err) != codes.DeadlineExceeded && status.Code(err) != codes.Unavailable {
+		t.Errorf("registered too early: %v", err)
+	}
+	must(t, create(ctx, d, "v", size))
+	must(t, remove(ctx, d, "v"))
+	d.SetDomain("pod-a")
+	close(may)
+	info, err := kubelet.GetInfo(ctx, &registration.InfoRequest{})
+	must(t, err)
+	node, err := csi.NewNodeClient(dial(t, info.GetEndpoint())).NodeGetInfo(ctx, &csi.NodeGetInfoRequest{})
+	must(t, err)
+	if got := node.GetAccessibleTopology().GetSegments(); got["domain"] != "pod-a" || got[TopologyNode] != "node-1" {
+		t.Errorf("the topology is %v", got)
+	}
+	cancel()
+	must(t, <-ended)
+}
+
+// A call that does not end does not keep the driver from ending. Calls are told of, and those that change nothing are not.
+func TestAHangingCallIsGivenUp(t *testing.T) {
+	w := newWorld(t)
+	called, hang := make(chan string, 1), make(chan struct{})
+	defer close(hang)
+	d, err := New(within(t), Config{Pool: w.target("pool"), Node: "node-1", StopGrace: time.Millisecond, Called: func(method, volume string, err error) {
+		called <- method + " " + volume + " " + string(fault.ReasonOf(err))
+		<-hang
+	}})
+	must(t, err)
+	defer d.Close()
+	sockets := Sockets{CSI: w.target("csi.sock")}
+	ctx, cancel := context.WithCancel(within(t))
+	ready, ended := make(chan struct{}), make(chan error, 1)
+	go func() { ended <- Serve(ctx, d, sockets, func() { close(ready) }) }()
+	<-ready
+	conn := dial(t, sockets.CSI)
+	_, err = csi.NewIdentityClient(conn).Probe(ctx, &csi.ProbeRequest{})
+	must(t, err)
+	go func() {
+		_, _ = csi.NewNodeClient(conn).NodePublishVolume(within(t), &csi.NodePublishVolumeRequest{VolumeId: "v", TargetPath: w.target("t"), VolumeCapability: writer})
+	}()
+	if got, want := <-called, "NodePublishVolume v VOLUME_NOT_FOUND"; got != want {
+		t.Errorf("called: %q, want %q", got, want)
+	}
+	cancel()
+	must(t, <-ended)
 }

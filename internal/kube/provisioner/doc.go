@@ -24,7 +24,7 @@
 //
 // # Calls
 //
-// A volume costs three calls, the PersistentVolume and two Events; deleting one costs two or three. Nothing is called periodically:
+// A volume costs three calls, the PersistentVolume and two Events; deleting one costs two. Nothing is called periodically:
 // there is no resync, and claims, volumes, classes and the one node are watched. Of what is another node's only the name is
 // kept in memory.
 package provisioner

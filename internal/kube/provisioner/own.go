@@ -58,7 +58,23 @@ type filtered struct {
 
 // AddEventHandlerWithResyncPeriod implements cache.SharedInformer; it is the one that the library calls.
 func (f filtered) AddEventHandlerWithResyncPeriod(handler cache.ResourceEventHandler, resync time.Duration) (cache.ResourceEventHandlerRegistration, error) {
-	return f.SharedIndexInformer.AddEventHandlerWithResyncPeriod(cache.FilteringResourceEventHandler{FilterFunc: f.of, Handler: handler}, resync)
+	return f.SharedIndexInformer.AddEventHandlerWithResyncPeriod(cache.FilteringResourceEventHandler{FilterFunc: f.of, Handler: once{handler}}, resync)
+}
+
+// once tells that a volume is due to be deleted when it becomes so, and not with each change that its deletion makes of it:
+// the library would delete it a second time, and complain that it is not there. What fails it tries again by itself.
+type once struct{ cache.ResourceEventHandler }
+
+// OnUpdate implements cache.ResourceEventHandler.
+func (h once) OnUpdate(before, after any) {
+	if !isDue(before) || !isDue(after) {
+		h.ResourceEventHandler.OnUpdate(before, after)
+	}
+}
+
+func isDue(object any) bool {
+	pv, ok := object.(*corev1.PersistentVolume)
+	return ok && pv.Status.Phase == corev1.VolumeReleased && pv.Spec.PersistentVolumeReclaimPolicy == corev1.PersistentVolumeReclaimDelete
 }
 
 // strip drops what is not needed of an object before it is kept: of what is not our own, all but the name.
