@@ -3,6 +3,7 @@ package mount
 import (
 	"fmt"
 	"io"
+	"net"
 	"os"
 	"os/exec"
 	"strconv"
@@ -10,6 +11,7 @@ import (
 	"syscall"
 	"testing"
 
+	"github.com/containerd/errdefs"
 	"golang.org/x/sys/unix"
 
 	"github.com/flux-sandbox/flux-sandbox/internal/testenv"
@@ -73,5 +75,23 @@ func TestReexecInTheHostIsANoOp(t *testing.T) {
 	kept, err := reexecInNamespaceOf(os.Getppid(), keep, nil)
 	if err != nil || kept["a"] != os.Stdin {
 		t.Errorf("%v %v", kept, err)
+	}
+}
+
+func TestSocketPeer(t *testing.T) {
+	socket := t.TempDir() + "/s"
+	if _, err := SocketPeer(socket); !errdefs.IsNotFound(err) {
+		t.Errorf("nobody listens: %v", err)
+	}
+	listener, err := net.Listen("unix", socket)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer listener.Close()
+	if pid, err := SocketPeer(socket); err != nil || pid != os.Getpid() {
+		t.Errorf("%d listens (%v), want %d", pid, err, os.Getpid())
+	}
+	if _, err := SocketPeer(""); err == nil {
+		t.Error("no socket has a peer")
 	}
 }

@@ -106,7 +106,9 @@ func TestTheDriverTouchesItsOwnNodesVolumes(t *testing.T) {
 		c.verdict(a.Delete(t.Context(), pv, metav1.DeleteOptions{DryRun: dryRun}), "delete that of "+node, sentence)
 		c.verdict(patch(`{"metadata":{"finalizers":["example.com/x"]}}`), "a finalizer of that of "+node, sentence)
 		if node == "a" {
-			c.verdict(patch(`{"spec":{"persistentVolumeReclaimPolicy":"Delete"}}`), "its policy", `the driver may change no PersistentVolume but for its finalizer`)
+			for _, text := range []string{`{"spec":{"persistentVolumeReclaimPolicy":"Delete"}}`, `{"metadata":{"labels":{"sandbox.flux.io/tenant-id":"t"}}}`} {
+				c.verdict(patch(text), text, `the driver may change no PersistentVolume but for its finalizer`)
+			}
 		}
 	}
 }
