@@ -4,6 +4,8 @@ import (
 	"context"
 	"encoding/json"
 	"fmt"
+	"io"
+	"net/http"
 	"os"
 	"path/filepath"
 	"strings"
@@ -140,9 +142,26 @@ func TestAClaimOfTheBuiltInDriver(t *testing.T) {
 	c.claimOf("meanwhile", "flux-local", "32Mi")
 	c.sh("one", "cat /data/f && echo on >> /data/f")
 	c.podWith("two", nil, "meanwhile")
-	if now := pod(); now.UID == before.UID || now.UID == "" {
+	now := pod()
+	if now.UID == before.UID || now.UID == "" {
 		t.Errorf("the driver was not replaced: %s", now.Name)
 	}
+	c.wait("the metrics tell of both volumes", func() (bool, string) {
+		answer, err := http.Get("http://" + now.Status.PodIP + ":9472/metrics")
+		if err != nil {
+			return false, err.Error()
+		}
+		defer answer.Body.Close()
+		data, err := io.ReadAll(answer.Body)
+		must(t, err)
+		for _, line := range []string{"flux_csi_volumes 2", "flux_csi_volumes_unclaimed 0", `flux_csi_calls_total{method="NodePublishVolume",result="ok"} 1`,
+			`flux_csi_persistentvolumeclaim_provision_total{class="flux-local",source=""} 1`} {
+			if !strings.Contains(string(data), "\n"+line+"\n") {
+				return false, "there is no " + line
+			}
+		}
+		return true, ""
+	})
 	c.deletePod("one")
 	c.podWith("three", user, "data")
 	if got := c.sh("three", "cat /data/f"); got != "kept\non" {
