@@ -6,8 +6,6 @@ import (
 	"fmt"
 	"iter"
 	"log/slog"
-	"net"
-	"strconv"
 	"sync"
 	"time"
 
@@ -51,10 +49,10 @@ type Agents struct {
 	followers map[*follower]struct{}
 }
 
-// peer is what is known of one node.
+// peer is what is known of one Node that exists.
 type peer struct {
-	node    *nodeFacts // nil until its Node is seen
-	address string     // empty until an endpoint is seen
+	node    *nodeFacts
+	address string // empty until an endpoint is seen
 	conn    *grpc.ClientConn
 	client  agentv1.AgentServiceClient
 }
@@ -92,6 +90,9 @@ func New(config Config) (*Agents, error) {
 		followers: map[*follower]struct{}{},
 	}
 	if err := a.nodes.SetTransform(strip); err != nil {
+		return nil, fmt.Errorf("agents: %w", err)
+	}
+	if err := a.slices.AddIndexers(cache.Indexers{byNode: nodesOf}); err != nil {
 		return nil, fmt.Errorf("agents: %w", err)
 	}
 	return a, nil
@@ -170,8 +171,8 @@ func (a *Agents) isSynced() bool {
 	}
 }
 
-// dead is Dead once all Nodes are known. An endpoint without a Node is what a deleted Node leaves behind for a moment.
-func (p *peer) dead() bool { return p == nil || p.node == nil || p.node.OutOfService }
+// dead is Dead once all Nodes are known.
+func (p *peer) dead() bool { return p == nil || p.node.OutOfService }
 
 func (a *Agents) putNode(o any) {
 	facts, ok := o.(*nodeFacts)
@@ -180,8 +181,16 @@ func (a *Agents) putNode(o any) {
 	}
 	a.mu.Lock()
 	defer a.mu.Unlock()
-	p := a.peer(facts.Name)
-	if p.node.same(facts) {
+	p := a.known[facts.Name]
+	switch {
+	case p == nil:
+		// Its endpoint may have been there before it, and stays unchanged where a Node is made anew.
+		p = &peer{node: facts}
+		a.known[facts.Name] = p
+		if address := a.addressOf(facts.Name); address != "" {
+			a.reach(p, address)
+		}
+	case p.node.same(facts):
 		return
 	}
 	p.node = facts
@@ -207,43 +216,33 @@ func (a *Agents) deleteNode(o any) {
 }
 
 // putSlice takes over the addresses of a slice. An endpoint that is not ready keeps the address that it has: the agent is
-// asked all the same, as it may serve in a moment.
+// asked all the same, as it may serve in a moment. One without a Node is what a deleted Node leaves behind for a while:
+// nobody is to be asked there, unless the Node is made anew.
 func (a *Agents) putSlice(o any) {
-	slice, ok := o.(*discoveryv1.EndpointSlice)
-	if !ok || len(slice.Ports) == 0 || slice.Ports[0].Port == nil {
-		return
-	}
-	port := strconv.Itoa(int(*slice.Ports[0].Port))
 	a.mu.Lock()
 	defer a.mu.Unlock()
-	for _, e := range slice.Endpoints {
-		if e.NodeName == nil || len(e.Addresses) == 0 {
+	for node, address := range endpointsOf(o) {
+		p := a.known[node]
+		if p == nil {
 			continue
 		}
-		// While a Pod is replaced there are two, and the old one is on its way out.
-		if e.Conditions.Terminating != nil && *e.Conditions.Terminating {
-			continue
-		}
-		address := net.JoinHostPort(e.Addresses[0], port)
-		p := a.peer(*e.NodeName)
 		if p.address == address && p.conn != nil {
 			p.conn.ResetConnectBackoff() // a new Pod at the old address, as with the host's network
 			continue
 		}
-		if err := a.dial(p, *e.NodeName, address); err != nil {
-			a.config.Log.Error("cannot make a connection to an agent", "node", *e.NodeName, "address", address, "error", err)
-			continue
+		if a.reach(p, address) {
+			a.changed(node)
 		}
-		a.changed(*e.NodeName)
 	}
 }
 
-// peer is what is known of a node, made if there is nothing. The caller holds mu.
-func (a *Agents) peer(node string) *peer {
-	if a.known[node] == nil {
-		a.known[node] = &peer{}
+// reach has a node's agent asked at an address from now on, and says whether that can be. The caller holds mu.
+func (a *Agents) reach(p *peer, address string) bool {
+	if err := a.dial(p, p.node.Name, address); err != nil {
+		a.config.Log.Error("cannot make a connection to an agent", "node", p.node.Name, "address", address, "error", err)
+		return false
 	}
-	return a.known[node]
+	return true
 }
 
 // dial replaces the connection to a node's agent. It comes up by itself, and again when it breaks.

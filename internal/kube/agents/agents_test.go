@@ -133,12 +133,12 @@ func TestAnAgentIsANodeWithAnEndpoint(t *testing.T) {
 	if a := c.next(scheduler.AgentAdded, "n1"); a.Client == first.Client {
 		t.Error("the agent moved, and is asked where it was")
 	}
-	// What is no change is no event: the next one is about the other node. An endpoint without a Node is not an agent.
+	// What is no change is no event: the next one is about the other node. An endpoint without a Node is not an agent, nor
+	// is it a node that died.
 	busy := node("n1", map[string]string{"zone": "b"})
 	busy.Status.Conditions = []corev1.NodeCondition{{Type: corev1.NodeReady, LastHeartbeatTime: metav1.Now()}}
 	c.put(busy)
 	c.put(endpoints("s2", "n2", "127.0.0.1", 3))
-	c.next(scheduler.NodeDied, "n2")
 	c.put(node("n2", nil))
 	c.next(scheduler.AgentAdded, "n2")
 	if c.agents.Dead("n2") {
@@ -171,6 +171,41 @@ func TestAbsenceIsNotDeath(t *testing.T) {
 	}
 	if _, err := c.agents.Client("n1"); fault.ReasonOf(err) != fault.NoAgent {
 		t.Errorf("client of a deleted node: %v", err)
+	}
+}
+
+// A Node that is deleted and made anew, as by an administrator, has its agent again although no endpoint changed.
+func TestANodeIsMadeAnew(t *testing.T) {
+	served := make(chan struct{}, 1)
+	slice := endpoints("s1", "n1", "127.0.0.1", serveProbe(t, served))
+	c := start(t, node("n1", nil), slice)
+	first := c.next(scheduler.AgentAdded, "n1")
+	c.next(scheduler.AgentsSynced, "")
+	if err := c.client.CoreV1().Nodes().Delete(t.Context(), "n1", metav1.DeleteOptions{}); err != nil {
+		t.Fatal(err)
+	}
+	c.next(scheduler.AgentRemoved, "n1")
+	c.next(scheduler.NodeDied, "n1")
+	// The slice changes for another node's sake, and still has the endpoint: what has no Node is not asked.
+	other := slice.DeepCopy()
+	other.Endpoints = append(other.Endpoints, endpoints("", "n2", "127.0.0.1", 0).Endpoints...)
+	c.put(other)
+	c.put(node("n2", nil))
+	c.next(scheduler.AgentAdded, "n2")
+	if _, err := c.agents.Client("n1"); fault.ReasonOf(err) != fault.NoAgent {
+		t.Errorf("client of a deleted node: %v", err)
+	}
+	c.put(node("n1", nil))
+	again := c.next(scheduler.AgentAdded, "n1")
+	if again.Client == nil || again.Client == first.Client {
+		t.Fatalf("%+v", again)
+	}
+	if _, err := again.Client.Probe(t.Context(), &agentv1.ProbeRequest{}, grpc.WaitForReady(true)); err != nil {
+		t.Fatal(err)
+	}
+	<-served
+	if c.agents.Dead("n1") {
+		t.Error("the node is dead")
 	}
 }
 
