@@ -357,6 +357,8 @@ func (m *VolumeManager) attached(p *pass, v *volumeState, r result) {
 		if v.topology.result == v1alpha1.TopologyForced {
 			p.metrics.crossing.Inc()
 			p.Logger.Warn("volume of another topology domain is attached as forceMount is set", m.fields(p, &e.DynamicVolume, v, r)...)
+			p.event(p.sb, EventWarning, "ForcedAcrossTopology", fmt.Sprintf("%s: volume %s of topology domain %s is mounted in domain %s, as forceMount is set",
+				e.Target, e.Source, v.topology.volume, v.topology.sandbox))
 		}
 		p.event(p.sb, EventNormal, "VolumeAttached", fmt.Sprintf("%s %s is mounted at %s", e.VolumeType, e.Source, e.Target))
 	}

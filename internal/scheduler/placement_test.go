@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"iter"
 	"maps"
+	"slices"
 	"testing"
 
 	"k8s.io/apimachinery/pkg/types"
@@ -291,6 +292,9 @@ func TestCrossTopologyMount(t *testing.T) {
 	}
 	if n := w.sample("sandbox_pvc_cross_topology_mount", nil); n != 1 {
 		t.Errorf("counter %v", n)
+	}
+	if !slices.Contains(w.events.seen, "a Warning ForcedAcrossTopology") {
+		t.Errorf("events %v", w.events.seen)
 	}
 }
 
