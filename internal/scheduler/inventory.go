@@ -48,27 +48,53 @@ func (s *Scheduler) followAgents(ctx context.Context, g *errgroup.Group) error {
 	return nil
 }
 
+// watch is how an agent's inventory is followed.
+type watch struct {
+	client agentv1.AgentServiceClient
+	cancel context.CancelFunc
+	ended  chan struct{}
+}
+
+// end ends a watch and waits for that, so that nothing it heard, nor that it ended, comes after what its successor hears.
+func (w *watch) end() {
+	w.cancel()
+	<-w.ended
+}
+
+// addAgent takes over an agent that is new, or of which something is. What is new of its node alone leaves its stream be.
 func (s *Scheduler) addAgent(ctx context.Context, g *errgroup.Group, a Agent) {
-	ctx, cancel := context.WithCancel(ctx)
 	s.mu.Lock()
-	old := s.conns[a.Node]
-	s.conns[a.Node] = cancel
+	old := s.watches[a.Node]
 	s.labels[a.Node] = a.Labels
 	if old == nil && !s.isReady() {
 		s.awaited[a.Node] = struct{}{}
 	}
 	topologies := slices.Collect(maps.Values(s.topologies))
 	s.mu.Unlock()
-	if old != nil {
-		old()
-	}
 	for _, c := range topologies {
 		c.Set(a.Node, a.Labels)
 	}
-	s.registry.putAgent(a, s.Clock.Now())
+	concerned := s.registry.putAgent(a, s.Clock.Now())
 	s.lookAtPods(a.Node)
+	if old != nil && old.client == a.Client {
+		// The sub-groups that it is in, the room that it has and the domain that it is in may be others.
+		s.retryUnplaced()
+		s.checkSkew()
+		s.requeue(a.Node, concerned)
+		return
+	}
+	if old != nil {
+		old.end()
+	}
+	ctx, cancel := context.WithCancel(ctx)
+	w := &watch{client: a.Client, cancel: cancel, ended: make(chan struct{})}
+	s.mu.Lock()
+	s.watches[a.Node] = w
+	s.mu.Unlock()
 	s.Clock.AfterFunc(agentGrace, func() { s.noLongerAwaited(a.Node) })
 	g.Go(func() error {
+		defer close(w.ended)
+		defer cancel()
 		s.watchAgent(ctx, a)
 		return nil
 	})
@@ -76,13 +102,13 @@ func (s *Scheduler) addAgent(ctx context.Context, g *errgroup.Group, a Agent) {
 
 func (s *Scheduler) removeAgent(node string) {
 	s.mu.Lock()
-	cancel := s.conns[node]
-	delete(s.conns, node)
+	w := s.watches[node]
+	delete(s.watches, node)
 	delete(s.labels, node)
 	topologies := slices.Collect(maps.Values(s.topologies))
 	s.mu.Unlock()
-	if cancel != nil {
-		cancel()
+	if w != nil {
+		w.end()
 	}
 	for _, c := range topologies {
 		c.Delete(node)

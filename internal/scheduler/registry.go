@@ -78,8 +78,8 @@ func NewInMemoryRegistry() *InMemoryRegistry {
 	}
 }
 
-// putAgent adds an agent or renews what is known of it.
-func (r *InMemoryRegistry) putAgent(a Agent, now time.Time) {
+// putAgent adds an agent or renews what is known of it. It returns the sandboxes that are on the node.
+func (r *InMemoryRegistry) putAgent(a Agent, now time.Time) []types.UID {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	e := r.agents[a.Node]
@@ -100,6 +100,7 @@ func (r *InMemoryRegistry) putAgent(a Agent, now time.Time) {
 	e.agent = a
 	e.load = e.loadNow()
 	r.reindex(e)
+	return r.onNode(e)
 }
 
 // removeAgent forgets an agent. Sandboxes placed on its node stay placed there.

@@ -102,7 +102,7 @@ type Scheduler struct {
 	labels     map[string]map[string]string
 	// unplaced are sandboxes that found no node.
 	unplaced map[store.Key]struct{}
-	conns    map[string]context.CancelFunc
+	watches  map[string]*watch
 	// awaited are agents that have not told their inventory yet; ready waits for them.
 	awaited      map[string]struct{}
 	agentsSynced bool
@@ -151,7 +151,7 @@ func New(c Config) (*Scheduler, error) {
 		topologies: map[string]*TopologyDomainCache{},
 		labels:     map[string]map[string]string{},
 		unplaced:   map[store.Key]struct{}{},
-		conns:      map[string]context.CancelFunc{},
+		watches:    map[string]*watch{},
 		awaited:    map[string]struct{}{},
 	}
 	s.withoutGroup = newVolumeManager(nil)
