@@ -184,7 +184,7 @@ func (m *VolumeManager) due(p *pass, v *volumeState, e *entry) bool {
 		m.remove(v, e) // it was left half done
 		return false
 	case isGate(row.Reason), row.ForceMount != e.ForceMount:
-	case row.NextRetryTime == nil:
+	case row.NextRetryTime == nil && !m.fits(p, row, e):
 		return false
 	case isAway(row.Reason) && v.failedAt.Before(p.agent.changed):
 		// The agent is back.
@@ -196,6 +196,17 @@ func (m *VolumeManager) due(p *pass, v *volumeState, e *entry) bool {
 	}
 	v.retry.due = time.Time{}
 	return true
+}
+
+// fits says whether what was refused for where volume and node are would not be by now: a label of either changed.
+func (m *VolumeManager) fits(p *pass, row *v1alpha1.VolumeStatus, e *entry) bool {
+	if reason := fault.Reason(row.Reason); reason != fault.CrossTopology && reason != fault.UnreachableVolume || p.Resolver == nil {
+		return false
+	}
+	node := p.a.status.Node
+	at, err := p.Resolver.Locate(wish(p.sb, e, p.set.topology))
+	return err == nil && at.Reach.check(node, p.agent.Labels) == nil &&
+		compareTopology(p.set.topology, at.Domains, node, e.ForceMount).result != v1alpha1.TopologyMismatch
 }
 
 func isAway(reason string) bool {

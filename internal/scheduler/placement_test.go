@@ -298,6 +298,36 @@ func TestCrossTopologyMount(t *testing.T) {
 	}
 }
 
+// What was refused for its topology is judged anew when the node's label changes.
+func TestTopologyFollowsTheLabels(t *testing.T) {
+	w := emptyWorld(t)
+	w.resolver = claims{}
+	w.group("default", nil)
+	w.start()
+	w.addAgent("n1", map[string]string{v1alpha1.DefaultTopologyKey: "d1"})
+	w.running("a", nil)
+	w.add("a", v1alpha1.DynamicVolume{VolumeType: v1alpha1.VolumeTypePVC, Source: "d2", Target: "/far"})
+	if row := w.rowIs("a", "/far", v1alpha1.VolumeFailed); row.Reason != string(fault.CrossTopology) || row.SandboxDomain != "d1" {
+		t.Errorf("row %+v", row)
+	}
+	moved := func(labels map[string]string) {
+		w.follow.events <- AgentEvent{Type: AgentAdded, Agent: Agent{Node: "n1", Labels: labels, Client: w.agents["n1"]}}
+	}
+	moved(map[string]string{v1alpha1.DefaultTopologyKey: "d1", "other": "label"})
+	w.eventually("the other label", func() bool {
+		return w.s.registry.agent("n1").Labels["other"] != "" && w.s.registry.agent("n1").connected
+	})
+	if row := w.row("a", "/far"); row.Phase != v1alpha1.VolumeFailed || row.Attempts != 1 {
+		t.Errorf("row %+v", row)
+	}
+	moved(map[string]string{v1alpha1.DefaultTopologyKey: "d2"})
+	w.eventually("a second look", func() bool {
+		w.clock.Step(time.Second) // its back-off
+		row := w.row("a", "/far")
+		return row.Phase == v1alpha1.VolumeMounted && row.Topology == v1alpha1.TopologyMatch && row.SandboxDomain == "d2"
+	})
+}
+
 func TestPlacementDoesNotAllocate(t *testing.T) {
 	c := large(t)
 	q := c.request()
