@@ -60,6 +60,8 @@ type cluster struct {
 	tenant    string
 	// before is the node's state at first; nil in a namespace beside another test's, which looks at it.
 	before state
+	// nodes are the nodes that the test added.
+	nodes []*node
 }
 
 // open makes a namespace with a group whose gate is on. At the test's end everything is deleted, and the node must be as

@@ -55,7 +55,7 @@ func (c *cluster) kill(program string) {
 func (c *cluster) systemReady() {
 	c.t.Helper()
 	c.wait("our Pods are ready", func() (bool, string) {
-		pods, err := c.client.CoreV1().Pods(system).List(context.Background(), metav1.ListOptions{})
+		pods, err := c.client.CoreV1().Pods(system).List(context.Background(), metav1.ListOptions{LabelSelector: "app.kubernetes.io/name"})
 		if err != nil {
 			return false, err.Error()
 		}
@@ -180,17 +180,26 @@ func (c *cluster) controllers() []string {
 	return addresses
 }
 
+// httpGet is what an address answers. Anything but 200 is an error.
+func httpGet(address string) (string, error) {
+	client := http.Client{Timeout: 5 * time.Second}
+	response, err := client.Get(address)
+	if err != nil {
+		return "", err
+	}
+	defer response.Body.Close()
+	text, err := io.ReadAll(response.Body)
+	if err == nil && response.StatusCode != http.StatusOK {
+		err = fmt.Errorf("%s: %s", response.Status, text)
+	}
+	return string(text), err
+}
+
 // leading is how many of the controllers say that they lead; -1 if one cannot be asked.
 func leading(controllers []string) (n int) {
 	for _, address := range controllers {
-		client := http.Client{Timeout: 5 * time.Second}
-		response, err := client.Get(address)
-		if err != nil {
-			return -1
-		}
-		text, err := io.ReadAll(response.Body)
-		_ = response.Body.Close()
-		_, value, found := strings.Cut(string(text), "\nflux_controller_leading ") // not the line of its help
+		text, err := httpGet(address)
+		_, value, found := strings.Cut(text, "\nflux_controller_leading ") // not the line of its help
 		if err != nil || !found {
 			return -1
 		}

@@ -97,13 +97,26 @@ func (c *cluster) process(sb *v1alpha1.Sandbox) process {
 
 func processesOf(t *testing.T, uid string) []int {
 	t.Helper()
-	files, err := filepath.Glob("/sys/fs/cgroup/*/" + cgroupDir + "/" + uid + "/cgroup.procs")
-	must(t, err)
-	if len(files) == 0 {
-		files = []string{"/sys/fs/cgroup/" + cgroupDir + "/" + uid + "/cgroup.procs"}
+	// Of whichever node: each has a cgroup of its own beside the deployed one's.
+	nodes := filepath.Join(filepath.Dir(cgroupDir), "*")
+	var files []string
+	for _, hierarchy := range []string{"/sys/fs/cgroup/", "/sys/fs/cgroup/*/"} {
+		found, err := filepath.Glob(hierarchy + nodes + "/" + uid + "/cgroup.procs")
+		must(t, err)
+		files = append(files, found...)
 	}
+	if len(files) == 0 {
+		return nil
+	}
+	return processesIn(t, files[0])
+}
+
+// processesIn are the processes of a cgroup, by its cgroup.procs, the oldest first.
+func processesIn(t *testing.T, file string) []int {
+	t.Helper()
+	data, _ := os.ReadFile(file) // it may be gone by now
 	var pids []int
-	for _, f := range strings.Fields(read(t, files[0])) {
+	for _, f := range strings.Fields(string(data)) {
 		pid, err := strconv.Atoi(f)
 		must(t, err)
 		pids = append(pids, pid)
