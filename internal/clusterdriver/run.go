@@ -146,11 +146,6 @@ func (p *process) run(ctx context.Context, ready func(socket string)) error {
 
 // provision waits for the node, whose domain kubelet is told, and makes volumes.
 func (p *process) provision(ctx context.Context) error {
-	select { // the sockets are made under a umask of their own
-	case <-p.serving:
-	case <-ctx.Done():
-		return nil
-	}
 	if err := p.provisioner.Follow(ctx); err != nil {
 		return err
 	}

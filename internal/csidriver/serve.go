@@ -4,21 +4,17 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"io/fs"
-	"net"
-	"os"
 	"path"
-	"path/filepath"
 	"time"
 
 	"github.com/container-storage-interface/spec/lib/go/csi"
 	"github.com/containerd/errdefs"
 	"golang.org/x/sync/errgroup"
-	"golang.org/x/sys/unix"
 	"google.golang.org/grpc"
 	registration "k8s.io/kubelet/pkg/apis/pluginregistration/v1"
 
 	"github.com/flux-sandbox/flux-sandbox/internal/fault"
+	"github.com/flux-sandbox/flux-sandbox/internal/unixsocket"
 )
 
 // Sockets are where a driver is called.
@@ -43,7 +39,7 @@ func Serve(ctx context.Context, d *Driver, sockets Sockets, ready func()) error 
 	}
 	group, ctx := errgroup.WithContext(ctx)
 	serve := func(path string, register func(*grpc.Server)) error {
-		listener, err := listen(path)
+		listener, err := unixsocket.Listen(path, nil) // New has the pool's lock, so no other driver answers there
 		if err != nil {
 			return err
 		}
@@ -123,28 +119,6 @@ func (d *Driver) observe(ctx context.Context, request any, info *grpc.UnaryServe
 		d.config.Called(path.Base(info.FullMethod), volume, err)
 	}
 	return response, err
-}
-
-// listen makes the socket with mode 0600, in place of one that a killed process left: New has the pool's lock, so no
-// other driver answers there.
-func listen(path string) (net.Listener, error) {
-	if err := os.MkdirAll(filepath.Dir(path), 0o750); err != nil {
-		return nil, fmt.Errorf("make the folder of the socket: %w", err)
-	}
-	if info, err := os.Lstat(path); err == nil && info.Mode().Type() != fs.ModeSocket {
-		return nil, fmt.Errorf("%s is in the way of the socket: it is no socket, so it is not removed", path)
-	}
-	if err := unix.Unlink(path); err != nil && !errors.Is(err, unix.ENOENT) {
-		return nil, fmt.Errorf("remove the old socket %s: %w", path, err)
-	}
-	// By umask, not chmod: there is no moment in which others may connect. At start nothing else makes files.
-	old := unix.Umask(0o177)
-	defer unix.Umask(old)
-	listener, err := net.Listen("unix", path)
-	if err != nil {
-		return nil, fmt.Errorf("listen: %w", err)
-	}
-	return listener, nil
 }
 
 // registrar is kubelet's plugin registration, which otherwise a sidecar answers.

@@ -15,6 +15,7 @@ import (
 	registration "k8s.io/kubelet/pkg/apis/pluginregistration/v1"
 
 	"github.com/flux-sandbox/flux-sandbox/internal/fault"
+	"github.com/flux-sandbox/flux-sandbox/internal/unixsocket"
 )
 
 func dial(t *testing.T, path string) *grpc.ClientConn {
@@ -33,7 +34,7 @@ func TestKubeletFindsTheDriver(t *testing.T) {
 	ctx, cancel := context.WithCancel(within(t))
 	ready, ended := make(chan struct{}), make(chan error, 1)
 	// A socket that a killed driver left is no hindrance.
-	old, err := listen(sockets.CSI)
+	old, err := unixsocket.Listen(sockets.CSI, nil)
 	must(t, err)
 	defer old.Close()
 	go func() { ended <- Serve(ctx, d, sockets, func() { close(ready) }) }()

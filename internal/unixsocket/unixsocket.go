@@ -28,7 +28,7 @@ func Listen(path string, permit func(path string) error) (_ net.Listener, err er
 	}
 	// Made under another name, so that nobody connects before it has its permissions: a change of the umask would be the
 	// whole process'.
-	making := path + ".new"
+	making := filepath.Join(filepath.Dir(path), "."+filepath.Base(path)+".new") // hidden: kubelet takes others for plugins
 	if err := os.Remove(making); err != nil && !errors.Is(err, fs.ErrNotExist) {
 		return nil, err
 	}

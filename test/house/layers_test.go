@@ -45,7 +45,7 @@ var layers = []layer{
 	// One floor up: each knows the kernel or the API, none knows another but where it must.
 	{dir: "internal/identity", may: leaves, never: clients},
 	{dir: "internal/containers", may: slices.Concat(leaves, []string{"internal/cgroup", "internal/mount", "internal/capacity"}), never: kubernetesClients},
-	{dir: "internal/pods", may: slices.Concat(leaves, []string{"internal/cgroup"}), never: kubernetesClients},
+	{dir: "internal/pods", may: slices.Concat(leaves, []string{"internal/cgroup", "internal/pods/createhook"}), never: kubernetesClients},
 	// Part of a program that has to be small.
 	{dir: "internal/pods/createhook", only: []string{}},
 	{dir: "internal/volume", may: slices.Concat(leaves, []string{"internal/mount", "internal/capacity"}), never: clients},
