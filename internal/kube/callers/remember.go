@@ -66,6 +66,9 @@ func (a *answers[V]) get(ctx context.Context, question []byte, ask func(context.
 		return v.(V), nil
 	}
 	waiting := a.asked.DoChan(key, func() (any, error) {
+		if v, ok := a.remembered.Get(key); ok { // answered between the look above and this question
+			return v, nil
+		}
 		ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), askTimeout)
 		defer cancel()
 		got, err := ask(ctx)
