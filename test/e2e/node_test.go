@@ -23,7 +23,7 @@ func nodeState(t *testing.T) state {
 	t.Helper()
 	s := state{}
 	for line := range strings.Lines(read(t, "/proc/self/mountinfo")) {
-		if fields := strings.Fields(line); strings.Contains(line, "flux-localcluster/volumes") || strings.Contains(fields[4], "/kubernetes.io~csi/") || strings.Contains(line, "/run/flux-localcluster/containerd/") && strings.Contains(line, "/flux-sandbox/") {
+		if fields := strings.Fields(line); strings.Contains(line, "flux-localcluster/volumes") || strings.HasPrefix(fields[4], "/var/lib/flux-localcluster/") && strings.Contains(fields[4], "/kubernetes.io~csi/") || strings.Contains(line, "/run/flux-localcluster/containerd/") && strings.Contains(line, "/flux-sandbox/") {
 			s = append(s, "mount "+fields[4])
 		}
 	}
