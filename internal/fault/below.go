@@ -23,6 +23,7 @@ var kindBelow = map[Reason]error{
 	"SOURCE_ESCAPES":         errdefs.ErrFailedPrecondition,
 	"SOURCE_NOT_DIRECTORY":   errdefs.ErrFailedPrecondition,
 	"SOURCE_INVALID":         errdefs.ErrInvalidArgument,
+	"SOURCE_NOT_MOUNTED":     errdefs.ErrUnavailable,
 	"SUBPATH_NOT_FOUND":      errdefs.ErrNotFound,
 	"SUBPATH_SYMLINK":        errdefs.ErrFailedPrecondition,
 	"SUBPATH_ESCAPES":        errdefs.ErrInvalidArgument,

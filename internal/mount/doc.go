@@ -34,8 +34,8 @@
 // end and would stay in the container; importing the package has that effect.
 //
 // Calls that may wait for a dead file server (see MayHang) are made by a helper
-// process with a deadline: CloneInHelper, StatfsInHelper, DetachInHelper. The
-// binary must call RunHelperIfAsked first thing in main.
+// process with a deadline: CloneInHelper, CloneMountedInHelper, StatfsInHelper,
+// DetachInHelper. The binary must call RunHelperIfAsked first thing in main.
 //
 // # Kernels
 //

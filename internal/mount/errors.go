@@ -33,6 +33,7 @@ const (
 	ReasonSourceEscapes       = "SOURCE_ESCAPES"         // source path leaves its root
 	ReasonSourceNotDirectory  = "SOURCE_NOT_DIRECTORY"   // source is no directory
 	ReasonSourceInvalid       = "SOURCE_INVALID"         // source path is malformed, or cannot be cloned
+	ReasonSourceNotMounted    = "SOURCE_NOT_MOUNTED"     // another mount, or none, is where the source was mounted
 	ReasonSubPathNotFound     = "SUBPATH_NOT_FOUND"      // subPath does not exist (it is never created)
 	ReasonSubPathSymlink      = "SUBPATH_SYMLINK"        // subPath goes through a symbolic link
 	ReasonSubPathEscapes      = "SUBPATH_ESCAPES"        // subPath leaves the volume

@@ -36,6 +36,7 @@ type helperOp string
 
 const (
 	helperClone  helperOp = "clone"
+	helperMount  helperOp = "clone mounted"
 	helperStatfs helperOp = "statfs"
 	helperDetach helperOp = "detach"
 )
@@ -66,11 +67,22 @@ func AbandonedHelpers() int { return int(abandoned.Load()) }
 // filesystems that MayHang. Reasons: those, HELPER_DEADLINE, HELPER_FAILED.
 func CloneInHelper(ctx context.Context, root, rel string) (*Tree, error) {
 	_, fd, err := runHelper(ctx, helperRequest{Op: helperClone, Root: root, Rel: rel}, nil)
+	return passedTree(helperClone, fd, err)
+}
+
+// CloneMountedInHelper is CloneMounted in a helper.
+func CloneMountedInHelper(ctx context.Context, at string, id Identity, subPath string) (*Tree, error) {
+	_, fd, err := runHelper(ctx, helperRequest{Op: helperMount, Root: at, Rel: subPath, Identity: id}, nil)
+	return passedTree(helperMount, fd, err)
+}
+
+// passedTree is the tree that a helper passed.
+func passedTree(op helperOp, fd int, err error) (*Tree, error) {
 	if err != nil {
 		return nil, err
 	}
 	if fd < 0 {
-		return nil, helperFailed(helperClone, "it answered without a tree", nil)
+		return nil, helperFailed(op, "it answered without a tree", nil)
 	}
 	return &Tree{file: os.NewFile(uintptr(fd), "tree")}, nil
 }
@@ -261,6 +273,9 @@ func (req helperRequest) run() (answer helperAnswer, tree *Tree, err error) {
 			return answer, nil, err
 		}
 		tree, err = Clone(dir)
+		return answer, tree, err
+	case helperMount:
+		tree, err = CloneMounted(req.Root, req.Identity, req.Rel)
 		return answer, tree, err
 	case helperStatfs:
 		answer.Usage, err = statfs(helperFile)

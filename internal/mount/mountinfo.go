@@ -6,6 +6,7 @@ import (
 	"io"
 	"os"
 	"path"
+	"strconv"
 	"strings"
 
 	"github.com/moby/sys/mountinfo"
@@ -49,6 +50,9 @@ type Info struct {
 	SuperblockReadOnly bool
 	// Shared tells that mounts below this one propagate to its peers.
 	Shared bool
+	// PeerGroup is the group of mounts to which, and Master the one from which
+	// mounting and unmounting propagates here; 0 for none.
+	PeerGroup, Master uint64
 }
 
 // Identity returns what to record about the mount.
@@ -114,8 +118,14 @@ func parseMountinfo(r io.Reader) ([]Info, error) {
 			}
 		}
 		for tag := range strings.FieldsSeq(e.Optional) {
-			if strings.HasPrefix(tag, "shared:") {
-				info.Shared = true
+			kind, group, _ := strings.Cut(tag, ":")
+			n, err := strconv.ParseUint(group, 10, 64)
+			switch {
+			case err != nil: // "unbindable", or what is not known yet
+			case kind == "shared":
+				info.Shared, info.PeerGroup = true, n
+			case kind == "master":
+				info.Master = n
 			}
 		}
 		list = append(list, info)

@@ -20,6 +20,12 @@ type nested struct {
 // newNested copies the namespace of the process, or our own for pid 0.
 func newNested(t testing.TB, pid int) *nested {
 	t.Helper()
+	return newNestedAs(t, pid, unix.MS_PRIVATE)
+}
+
+// newNestedAs is newNested with another propagation of its mounts.
+func newNestedAs(t testing.TB, pid int, propagation uintptr) *nested {
+	t.Helper()
 	n := &nested{jobs: make(chan func())}
 	started := make(chan error)
 	go func() {
@@ -42,7 +48,7 @@ func newNested(t testing.TB, pid int) *nested {
 			if err := unix.Unshare(unix.CLONE_NEWNS); err != nil {
 				return err
 			}
-			return unix.Mount("", "/", "", unix.MS_REC|unix.MS_PRIVATE, "")
+			return unix.Mount("", "/", "", unix.MS_REC|propagation, "")
 		}()
 		for job := range n.jobs {
 			job()

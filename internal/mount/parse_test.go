@@ -58,8 +58,8 @@ func TestParseMountinfo(t *testing.T) {
 			`37 36 0:5 / / ro,nodev,noexec master:1 - tmpfs none rw` + "\n"))
 	check(t, err)
 	want := []Info{
-		{MountID: 36, ParentID: 35, Device: "98:0", Root: "/mnt1", MountPoint: "/mnt 2", FSType: "ext3", Source: "/dev/root", NoSUID: true, SuperblockReadOnly: true, Shared: true},
-		{MountID: 37, ParentID: 36, Device: "0:5", Root: "/", MountPoint: "/", FSType: "tmpfs", Source: "none", ReadOnly: true, NoDev: true, NoExec: true},
+		{MountID: 36, ParentID: 35, Device: "98:0", Root: "/mnt1", MountPoint: "/mnt 2", FSType: "ext3", Source: "/dev/root", NoSUID: true, SuperblockReadOnly: true, Shared: true, PeerGroup: 1, Master: 2},
+		{MountID: 37, ParentID: 36, Device: "0:5", Root: "/", MountPoint: "/", FSType: "tmpfs", Source: "none", ReadOnly: true, NoDev: true, NoExec: true, Master: 1},
 	}
 	if len(list) != 2 || list[0] != want[0] || list[1] != want[1] {
 		t.Errorf("%+v", list)

@@ -38,6 +38,8 @@ const (
 	offParentOld  = 60
 	offAttr       = 64
 	offPropagate  = 72
+	offPeerGroup  = 80
+	offMaster     = 88
 	offMntRoot    = 104
 	offMntPoint   = 108
 	offSBSource   = 124
@@ -186,6 +188,7 @@ func parseStatmount(b []byte) (Info, error) {
 		info.NoDev = attr&unix.MOUNT_ATTR_NODEV != 0
 		info.NoExec = attr&unix.MOUNT_ATTR_NOEXEC != 0
 		info.Shared = u64(offPropagate)&unix.MS_SHARED != 0
+		info.PeerGroup, info.Master = u64(offPeerGroup), u64(offMaster)
 	}
 	info.Root = str(statmountMntRoot, offMntRoot)
 	info.MountPoint = str(statmountMntPoint, offMntPoint)
