@@ -91,6 +91,9 @@ const (
 	VolumeNotFound     Reason = "VOLUME_NOT_FOUND"
 	VolumeNotBound     Reason = "VOLUME_NOT_BOUND"
 	UnreachableVolume  Reason = "UNREACHABLE_VOLUME"
+	DriverUnavailable  Reason = "DRIVER_UNAVAILABLE"
+	DriverFailed       Reason = "DRIVER_FAILED"
+	DriverRefused      Reason = "DRIVER_REFUSED"
 	Internal           Reason = "INTERNAL"
 )
 

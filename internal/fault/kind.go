@@ -74,6 +74,9 @@ var kindOf = map[Reason]error{
 	VolumeNotFound:     errdefs.ErrNotFound,
 	VolumeNotBound:     errdefs.ErrFailedPrecondition,
 	UnreachableVolume:  errdefs.ErrFailedPrecondition,
+	DriverUnavailable:  errdefs.ErrUnavailable,
+	DriverFailed:       errdefs.ErrInternal,
+	DriverRefused:      errdefs.ErrFailedPrecondition,
 	Internal:           errdefs.ErrInternal,
 }
 

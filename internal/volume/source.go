@@ -5,6 +5,7 @@ import (
 	"crypto/sha256"
 	"encoding/hex"
 	"encoding/json"
+	"errors"
 
 	"github.com/flux-sandbox/flux-sandbox/api/sandbox/v1alpha1"
 	"github.com/flux-sandbox/flux-sandbox/internal/mount"
@@ -21,6 +22,8 @@ type Request struct {
 	// PersistentVolume is the name of the one that vouches for a source of type local, in place of the node's policy. Who
 	// may use it was checked before: the node knows of no PersistentVolumes.
 	PersistentVolume string `json:"persistentVolume,omitempty"`
+	// CSI is the volume of a CSI driver that a source of type pv is; nil for all else.
+	CSI *CSIVolume `json:"csi,omitempty"`
 	// TenantID is the tenant of the sandbox, never what the entry claims; empty for none.
 	TenantID string `json:"tenantId,omitempty"`
 	// ReadOnly says that the sandbox will not write. The caller makes the mount read-only.
@@ -74,6 +77,9 @@ type Prepared struct {
 // is ready; calls for different keys do overlap, so that methods must be safe for that.
 // Every call honours its context, also where it waits for the kernel.
 //
+// A Prepare whose error is ErrUnfinished may have left something that could not be undone, and that may even be still
+// under way. The agent keeps its record of that volume until a Release, or another Prepare, has succeeded.
+//
 // Errors of the kinds that fault.IsPermanent knows are permanent: the same call fails again until somebody
 // changes the request, the configuration or the data. All others are tried again. A failed call leaves nothing
 // behind that was not there before; where that failed too, the next call or Sweep does it.
@@ -97,6 +103,15 @@ type Source interface {
 	// Sweep removes what a killed process left and no record owns. inUse are all Prepared of this Source in the
 	// journal. It never touches data. It may run beside the other methods.
 	Sweep(ctx context.Context, inUse []Prepared) error
+}
+
+// ErrUnfinished is in the chain of a Prepare's error that does not tell how far it came.
+var ErrUnfinished = errors.New("what was begun may go on, and is undone later")
+
+// Undoer is implemented by a Source that can undo a Prepare that was cut off, or is unfinished, without doing it again.
+type Undoer interface {
+	// Unfinished is what Release undoes a Prepare of the request by.
+	Unfinished(r Request) Prepared
 }
 
 // Prompt is implemented by a Source that can mount some of its volumes without waiting for anything but this node's own
