@@ -160,7 +160,7 @@ func (p *preparedVolumes) acquire(ctx context.Context, r volume.Request) (volume
 		if err := p.wait(ctx, op, r); err != nil {
 			return volume.Prepared{}, err
 		}
-		if !other || (op.fresh && op.err != nil && op.request == r) {
+		if !other || (op.fresh && op.err != nil && op.request.Equal(r)) {
 			return op.prepared, op.err
 		}
 	}
@@ -215,8 +215,12 @@ func (p *preparedVolumes) prepare(r volume.Request) (volume.Prepared, error) {
 			return rec.Prepared, nil
 		}
 		if releaseErr := src.Release(p.stopping, rec.Prepared); releaseErr != nil {
-			err = incomplete(err, releaseErr)
+			// The record says that it is being prepared, by which the reaper undoes it.
+			return volume.Prepared{}, incomplete(err, releaseErr)
 		}
+	}
+	if errors.Is(err, volume.ErrUnfinished) {
+		return volume.Prepared{}, err // likewise
 	}
 	if forgetErr := p.journal.Write(journal.Change{DeletePrepared: []string{r.Key}}); forgetErr != nil {
 		err = incomplete(err, forgetErr)
@@ -262,7 +266,7 @@ func (p *preparedVolumes) release(ctx context.Context, key string) bool {
 	case <-ctx.Done():
 		return false
 	}
-	if op.err != nil && !errors.Is(op.err, errHeld) {
+	if op.err != nil && !errors.Is(op.err, errHeld) && fault.ReasonOf(op.err) != fault.Busy {
 		p.log.Error("a source that nobody uses could not be released; it is tried again", "volumeKey", key, "error", op.err)
 	}
 	return op.err == nil
@@ -276,7 +280,12 @@ func (p *preparedVolumes) releaseOnce(rec journal.Prepared) error {
 	if !ok {
 		return unavailableType(rec.Request.Type)
 	}
-	if rec.Phase == journal.Preparing {
+	undoer, undoes := src.(volume.Undoer)
+	switch {
+	case rec.Phase != journal.Preparing:
+	case undoes:
+		rec.Prepared = undoer.Unfinished(rec.Request)
+	default:
 		// Cut off by the end of the process. How far it came is known when it is done again.
 		var err error
 		if rec.Prepared, err = src.Prepare(p.stopping, rec.Request); err != nil {

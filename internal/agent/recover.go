@@ -184,7 +184,9 @@ func (a *Agent) recoverPrepared(context.Context) error {
 func (a *Agent) recoverSources(ctx context.Context) error {
 	inUse := map[v1alpha1.VolumeType][]volume.Prepared{}
 	for _, p := range a.journal.AllPrepared() {
-		inUse[p.Request.Type] = append(inUse[p.Request.Type], p.Prepared)
+		prepared := p.Prepared
+		prepared.Key, prepared.Type = p.Key, p.Request.Type // also of one that was cut off, which is the reaper's
+		inUse[p.Request.Type] = append(inUse[p.Request.Type], prepared)
 	}
 	var errs []error
 	for t, src := range a.config.Sources {

@@ -19,13 +19,16 @@ func (a *Agent) attachment(r *agentv1.AttachRequest, tenant string) (Attachment,
 			"the request is for tenant %q, sandbox %s belongs to %q", r.GetTenantId(), r.GetCommand().GetSandboxUid(), tenant)
 	}
 	persistentVolume := ""
+	var csi *volume.CSIVolume
 	entry := v1alpha1.DynamicVolume{Target: r.GetTarget(), Mode: v1alpha1.VolumeMode(r.GetMode()), SubPath: r.GetSubPath(), TenantID: tenant}
 	switch s := r.GetSource().(type) {
 	case *agentv1.AttachRequest_Local:
 		entry.VolumeType, entry.Source = v1alpha1.VolumeTypeLocal, s.Local.GetPath()
 		persistentVolume = s.Local.GetPersistentVolume()
 	case *agentv1.AttachRequest_Csi:
-		return Attachment{}, unavailableType(v1alpha1.VolumeTypePVC)
+		// A claim or a volume by its name: on a node they are one thing.
+		entry.VolumeType, entry.Source = v1alpha1.VolumeTypePV, s.Csi.GetPersistentVolume()
+		persistentVolume, csi = s.Csi.GetPersistentVolume(), csiVolume(s.Csi)
 	case *agentv1.AttachRequest_Anchor:
 		return Attachment{}, unavailableType(v1alpha1.VolumeTypePVC)
 	case *agentv1.AttachRequest_Snapshot:
@@ -63,7 +66,7 @@ func (a *Agent) attachment(r *agentv1.AttachRequest, tenant string) (Attachment,
 		Target:      entry.Target,
 		EntryHash:   r.GetEntryHash(),
 		Request: volume.Request{
-			Type: entry.VolumeType, Source: entry.Source, PersistentVolume: persistentVolume, TenantID: tenant, ReadOnly: entry.Mode == v1alpha1.VolumeModeReadOnly,
+			Type: entry.VolumeType, Source: entry.Source, PersistentVolume: persistentVolume, CSI: csi, TenantID: tenant, ReadOnly: entry.Mode == v1alpha1.VolumeModeReadOnly,
 			SubPath: entry.SubPath, SizeLimitBytes: r.GetSizeLimitBytes(),
 			BestEffort: a.config.BestEffortLimits,
 		},
@@ -80,6 +83,12 @@ func containerSpec(r *agentv1.CreateSandboxRequest) containers.Spec {
 		Resources: containers.Resources{CPUMilli: r.GetCpuMilli(), MemoryBytes: r.GetMemoryBytes()},
 	}
 	return spec
+}
+
+func csiVolume(s *agentv1.CSISource) *volume.CSIVolume {
+	return &volume.CSIVolume{Driver: s.GetDriver(), Handle: s.GetVolumeHandle(), Attributes: s.GetAttributes(), FSType: s.GetFsType(),
+		MountOptions: s.GetMountOptions(), AccessMode: s.GetAccessMode(), ReadOnly: s.GetReadOnly(),
+		Secrets: s.GetSecrets(), NeedsSecrets: len(s.GetSecrets()) > 0}
 }
 
 func env(vars []*agentv1.EnvVar) []containers.EnvVar {

@@ -19,8 +19,8 @@ type Request struct {
 	Type v1alpha1.VolumeType `json:"type"`
 	// Source names the data, by type.
 	Source string `json:"source"`
-	// PersistentVolume is the name of the one that vouches for a source of type local, in place of the node's policy. Who
-	// may use it was checked before: the node knows of no PersistentVolumes.
+	// PersistentVolume is the name of the one that vouches for a source of type local, in place of the node's policy, or that
+	// is the volume of a CSI driver. Who may use it was checked before: the node knows of no PersistentVolumes.
 	PersistentVolume string `json:"persistentVolume,omitempty"`
 	// CSI is the volume of a CSI driver that a source of type pv is; nil for all else.
 	CSI *CSIVolume `json:"csi,omitempty"`

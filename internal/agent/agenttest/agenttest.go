@@ -317,6 +317,8 @@ type Volume struct {
 	Hash string
 	// PersistentVolume is the one that vouches for the source.
 	PersistentVolume string
+	// CSI is the source instead of all that.
+	CSI *agentv1.CSISource
 }
 
 // Attach attaches a volume.
@@ -343,14 +345,18 @@ func (s *Sandbox) AttachRequest(v Volume) *agentv1.AttachRequest {
 		when = agentv1.When_AT_CREATE
 	}
 	if v.Hash == "" {
-		v.Hash = fmt.Sprintf("%s|%s|%s|%d", v.Source, v.SubPath, mode, v.Size)
+		v.Hash = fmt.Sprintf("%s%s|%s|%s|%d", v.Source, v.CSI.GetVolumeHandle(), v.SubPath, mode, v.Size)
 	}
 	var workload *agentv1.Workload
 	if s.Pod != nil {
 		workload = &agentv1.Workload{Kind: &agentv1.Workload_Pod{Pod: s.Pod}}
 	}
-	return &agentv1.AttachRequest{Command: s.command(), Workload: workload, When: when, TenantId: s.Tenant, Target: v.Target, Mode: string(mode),
+	r := &agentv1.AttachRequest{Command: s.command(), Workload: workload, When: when, TenantId: s.Tenant, Target: v.Target, Mode: string(mode),
 		SubPath: v.SubPath, SizeLimitBytes: v.Size, EntryHash: v.Hash, Source: &agentv1.AttachRequest_Local{Local: &agentv1.LocalSource{Path: v.Source, PersistentVolume: v.PersistentVolume}}}
+	if v.CSI != nil {
+		r.Source = &agentv1.AttachRequest_Csi{Csi: v.CSI}
+	}
+	return r
 }
 
 // Detach detaches a target and returns the answer.

@@ -27,6 +27,9 @@ import (
 	"github.com/flux-sandbox/flux-sandbox/internal/testenv"
 )
 
+// Name is the driver's.
+const Name = csidriver.Name
+
 // Hook answers a call in the driver's place; next is what the driver would do.
 type Hook func(ctx context.Context, request any, next func() (any, error)) (any, error)
 

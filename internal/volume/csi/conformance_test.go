@@ -14,7 +14,6 @@ import (
 	csiv1 "github.com/container-storage-interface/spec/lib/go/csi"
 
 	"github.com/flux-sandbox/flux-sandbox/api/sandbox/v1alpha1"
-	"github.com/flux-sandbox/flux-sandbox/internal/csidriver"
 	"github.com/flux-sandbox/flux-sandbox/internal/csidriver/csidrivertest"
 	"github.com/flux-sandbox/flux-sandbox/internal/fault"
 	"github.com/flux-sandbox/flux-sandbox/internal/mount"
@@ -60,7 +59,7 @@ func newWorld(t testing.TB) *world {
 // source is one as a process that starts has it.
 func (w *world) source(t testing.TB, faults *sourcetest.Faults) *Source {
 	t.Helper()
-	s, err := New(Config{Dir: w.dir, Drivers: []Driver{{Name: csidriver.Name, Socket: w.Socket, NodeLocal: w.local}}})
+	s, err := New(Config{Dir: w.dir, Drivers: []Driver{{Name: csidrivertest.Name, Socket: w.Socket, NodeLocal: w.local}}})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -70,7 +69,7 @@ func (w *world) source(t testing.TB, faults *sourcetest.Faults) *Source {
 
 func request(handle string, change ...func(*volume.Request)) volume.Request {
 	r := volume.Request{Type: v1alpha1.VolumeTypePV, Source: "pv-1", PersistentVolume: "pv-1", TenantID: "t-1",
-		CSI: &volume.CSIVolume{Driver: csidriver.Name, Handle: handle, AccessMode: readWriteOnce}}
+		CSI: &volume.CSIVolume{Driver: csidrivertest.Name, Handle: handle, AccessMode: readWriteOnce}}
 	for _, c := range change {
 		c(&r)
 	}

@@ -13,7 +13,6 @@ import (
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
 
-	"github.com/flux-sandbox/flux-sandbox/internal/csidriver"
 	"github.com/flux-sandbox/flux-sandbox/internal/csidriver/csidrivertest"
 	"github.com/flux-sandbox/flux-sandbox/internal/fault"
 	"github.com/flux-sandbox/flux-sandbox/internal/volume"
@@ -208,7 +207,7 @@ func TestDriversThatAreRefused(t *testing.T) {
 	w.On("NodeGetCapabilities", onlySay(&csiv1.NodeGetCapabilitiesResponse{Capabilities: []*csiv1.NodeServiceCapability{{
 		Type: &csiv1.NodeServiceCapability_Rpc{Rpc: &csiv1.NodeServiceCapability_RPC{Type: csiv1.NodeServiceCapability_RPC_STAGE_UNSTAGE_VOLUME}}}}}))
 	_, err := s.Prepare(ctxOf(t), request("v"))
-	if fault.ReasonOf(err) != fault.VolumeTypeOff || !fault.IsPermanent(err) || !strings.Contains(err.Error(), csidriver.Name) {
+	if fault.ReasonOf(err) != fault.VolumeTypeOff || !fault.IsPermanent(err) || !strings.Contains(err.Error(), csidrivertest.Name) {
 		t.Errorf("a driver that stages: %v", err)
 	}
 	w.On("NodeGetCapabilities", nil)

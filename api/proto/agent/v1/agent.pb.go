@@ -898,9 +898,14 @@ type CSISource struct {
 	Attributes   map[string]string      `protobuf:"bytes,3,rep,name=attributes,proto3" json:"attributes,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
 	FsType       string                 `protobuf:"bytes,4,opt,name=fs_type,json=fsType,proto3" json:"fs_type,omitempty"`
 	MountOptions []string               `protobuf:"bytes,5,rep,name=mount_options,json=mountOptions,proto3" json:"mount_options,omitempty"`
-	AccessMode   string                 `protobuf:"bytes,6,opt,name=access_mode,json=accessMode,proto3" json:"access_mode,omitempty"`
+	// ReadWriteOnce, ReadWriteMany or ReadOnlyMany.
+	AccessMode string `protobuf:"bytes,6,opt,name=access_mode,json=accessMode,proto3" json:"access_mode,omitempty"`
 	// Never logged, journalled or shown.
-	Secrets       map[string]string `protobuf:"bytes,7,rep,name=secrets,proto3" json:"secrets,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
+	Secrets map[string]string `protobuf:"bytes,7,rep,name=secrets,proto3" json:"secrets,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
+	// Its name, for people; the driver knows the handle.
+	PersistentVolume string `protobuf:"bytes,8,opt,name=persistent_volume,json=persistentVolume,proto3" json:"persistent_volume,omitempty"`
+	// It may be published read-only only.
+	ReadOnly      bool `protobuf:"varint,9,opt,name=read_only,json=readOnly,proto3" json:"read_only,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -982,6 +987,20 @@ func (x *CSISource) GetSecrets() map[string]string {
 		return x.Secrets
 	}
 	return nil
+}
+
+func (x *CSISource) GetPersistentVolume() string {
+	if x != nil {
+		return x.PersistentVolume
+	}
+	return ""
+}
+
+func (x *CSISource) GetReadOnly() bool {
+	if x != nil {
+		return x.ReadOnly
+	}
+	return false
 }
 
 type AnchorSource struct {
@@ -3128,7 +3147,7 @@ const file_agent_v1_agent_proto_rawDesc = "" +
 	"\x0edenied_targets\x18\x01 \x03(\tR\rdeniedTargets\"N\n" +
 	"\vLocalSource\x12\x12\n" +
 	"\x04path\x18\x01 \x01(\tR\x04path\x12+\n" +
-	"\x11persistent_volume\x18\x02 \x01(\tR\x10persistentVolume\"\xad\x03\n" +
+	"\x11persistent_volume\x18\x02 \x01(\tR\x10persistentVolume\"\xf7\x03\n" +
 	"\tCSISource\x12\x16\n" +
 	"\x06driver\x18\x01 \x01(\tR\x06driver\x12#\n" +
 	"\rvolume_handle\x18\x02 \x01(\tR\fvolumeHandle\x12H\n" +
@@ -3139,7 +3158,9 @@ const file_agent_v1_agent_proto_rawDesc = "" +
 	"\rmount_options\x18\x05 \x03(\tR\fmountOptions\x12\x1f\n" +
 	"\vaccess_mode\x18\x06 \x01(\tR\n" +
 	"accessMode\x12?\n" +
-	"\asecrets\x18\a \x03(\v2%.flux.agent.v1.CSISource.SecretsEntryR\asecrets\x1a=\n" +
+	"\asecrets\x18\a \x03(\v2%.flux.agent.v1.CSISource.SecretsEntryR\asecrets\x12+\n" +
+	"\x11persistent_volume\x18\b \x01(\tR\x10persistentVolume\x12\x1b\n" +
+	"\tread_only\x18\t \x01(\bR\breadOnly\x1a=\n" +
 	"\x0fAttributesEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
 	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\x1a:\n" +
