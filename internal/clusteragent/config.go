@@ -3,12 +3,15 @@ package clusteragent
 import (
 	"errors"
 	"net"
+	"slices"
 	"strings"
 
 	"sigs.k8s.io/yaml"
 
+	"github.com/flux-sandbox/flux-sandbox/internal/csidriver"
 	"github.com/flux-sandbox/flux-sandbox/internal/node"
 	"github.com/flux-sandbox/flux-sandbox/internal/observability"
+	"github.com/flux-sandbox/flux-sandbox/internal/volume/csi"
 )
 
 // Config is the configuration file of flux-sandbox-agent: YAML, in which an unknown key is an error.
@@ -27,8 +30,12 @@ type Config struct {
 	Log observability.LogConfig `json:"log,omitempty"`
 }
 
-// DefaultListen is the default of Config.Listen.
-const DefaultListen = ":9470"
+const (
+	// DefaultListen is the default of Config.Listen.
+	DefaultListen = ":9470"
+	// DefaultCSISocket is where the built-in CSI driver answers, unless csi.drivers says otherwise.
+	DefaultCSISocket = "/var/lib/kubelet/plugins/" + csidriver.Name + "/csi.sock"
+)
 
 // ParseConfig reads a configuration. $(NAME) stands for the environment variable of that name, as in a Pod's command;
 // hostname gives the default of the node's name.
@@ -40,6 +47,9 @@ func ParseConfig(data []byte, env func(string) string, hostname func() (string, 
 	}
 	if err := yaml.UnmarshalStrict([]byte(expanded), &c); err != nil {
 		return c, node.Invalid("%v", strings.TrimPrefix(err.Error(), "error unmarshaling JSON: while decoding JSON: json: "))
+	}
+	if !slices.ContainsFunc(c.CSI.Drivers, func(d csi.Driver) bool { return d.Name == csidriver.Name }) {
+		c.CSI.Drivers = append(c.CSI.Drivers, csi.Driver{Name: csidriver.Name, Socket: DefaultCSISocket, NodeLocal: true})
 	}
 	if c.Config, err = c.Config.WithDefaults(hostname); err != nil {
 		return c, err

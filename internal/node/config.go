@@ -9,6 +9,7 @@ import (
 
 	"github.com/flux-sandbox/flux-sandbox/internal/containers"
 	"github.com/flux-sandbox/flux-sandbox/internal/fault"
+	"github.com/flux-sandbox/flux-sandbox/internal/volume/csi"
 	"github.com/flux-sandbox/flux-sandbox/internal/volume/local"
 )
 
@@ -28,9 +29,19 @@ type Config struct {
 	Volumes VolumeConfig `json:"volumes,omitempty"`
 	// Pods says whether volumes may be attached to containers of Pods.
 	Pods PodsConfig `json:"pods,omitempty"`
+	// CSI says which CSI drivers the agent may call.
+	CSI CSIConfig `json:"csi,omitempty"`
 	// PersistentVolumes accepts the paths of local and hostPath PersistentVolumes as sources. It stands in no file: it is
 	// set where nobody but a cluster's controller can command the agent.
 	PersistentVolumes bool `json:"-"`
+}
+
+// CSIConfig says which CSI drivers the agent may call.
+type CSIConfig struct {
+	// Drivers are those whose volumes the agent publishes itself (the direct path). They must need no staging, and work
+	// outside of kubelet's folders: a driver in a Pod needs the folder csi of runDir at the same path, with
+	// mountPropagation Bidirectional.
+	Drivers []csi.Driver `json:"drivers,omitempty"`
 }
 
 // PodsConfig is about containers that kubelet runs. They must be those of the containerd at containerd.address.
@@ -124,6 +135,9 @@ func (c Config) WithDefaults(hostname func() (string, error)) (Config, error) {
 	if s := c.Pods.NRISocket; s != "" && !filepath.IsAbs(s) {
 		return c, Invalid("pods.nriSocket %q: must be an absolute path", s)
 	}
+	if err := csi.CheckDrivers(c.CSI.Drivers); err != nil {
+		return c, Invalid("csi.drivers: %w", err)
+	}
 	// The roots are checked here too, so that a check of the configuration finds what is wrong with them.
 	if _, err := c.source(); err != nil {
 		return c, Invalid("volumes.local: %w", err)
@@ -143,6 +157,9 @@ func (c Config) containerdRun() string  { return filepath.Join(c.RunDir, "contai
 func (c Config) containersRun() string  { return filepath.Join(c.RunDir, "containers") }
 func (c Config) journal() string        { return filepath.Join(c.RunDir, "journal") }
 func (c Config) hookSocket() string     { return filepath.Join(c.RunDir, "hook.sock") }
+
+// Published is the folder of volumes that CSI drivers publish. It is no Place: what is mounted there is data.
+func (c Config) Published() string { return filepath.Join(c.RunDir, "csi") }
 
 // source makes the source of volumes of type local.
 func (c Config) source() (*local.Source, error) {

@@ -5,9 +5,11 @@ import (
 	"testing"
 
 	"github.com/containerd/errdefs"
+
+	"github.com/flux-sandbox/flux-sandbox/internal/volume/csi"
 )
 
-func TestPodsNeedTheContainerdOfKubelet(t *testing.T) {
+func TestConfigIsChecked(t *testing.T) {
 	host := func() (string, error) { return "node", nil }
 	for name, tc := range map[string]struct {
 		config Config
@@ -16,6 +18,8 @@ func TestPodsNeedTheContainerdOfKubelet(t *testing.T) {
 		"off":             {Config{}, ""},
 		"on":              {Config{Pods: PodsConfig{Enabled: true}, Containerd: ContainerdConfig{Address: "/run/c.sock"}}, ""},
 		"no containerd":   {Config{Pods: PodsConfig{Enabled: true}}, "containerd.address"},
+		"driver":          {Config{CSI: CSIConfig{Drivers: []csi.Driver{{Name: "a.b", Socket: "/a.sock"}}}}, ""},
+		"driver's socket": {Config{CSI: CSIConfig{Drivers: []csi.Driver{{Name: "a.b", Socket: "a.sock"}}}}, "csi.drivers"},
 		"relative socket": {Config{Pods: PodsConfig{NRISocket: "nri.sock"}}, "pods.nriSocket"},
 	} {
 		_, err := tc.config.WithDefaults(host)

@@ -2,7 +2,9 @@ package node
 
 import (
 	"context"
+	"errors"
 	"fmt"
+	"io/fs"
 	"log/slog"
 	"os"
 
@@ -14,6 +16,7 @@ import (
 	"github.com/flux-sandbox/flux-sandbox/internal/mount"
 	"github.com/flux-sandbox/flux-sandbox/internal/pods"
 	"github.com/flux-sandbox/flux-sandbox/internal/volume"
+	"github.com/flux-sandbox/flux-sandbox/internal/volume/csi"
 )
 
 // Programs are where the programs lie that run beside and inside of sandboxes. The paths are recorded in containers, so
@@ -46,6 +49,9 @@ func Open(ctx context.Context, config Config, programs Programs, log *slog.Logge
 		return nil, Invalid("volumes.local: %w", err)
 	}
 	n := &Node{config: config, sources: map[v1alpha1.VolumeType]volume.Source{v1alpha1.VolumeTypeLocal: source}}
+	if err := n.openCSI(log); err != nil {
+		return nil, err
+	}
 	defer func() {
 		if err != nil {
 			n.Close()
@@ -77,6 +83,20 @@ func Open(ctx context.Context, config Config, programs Programs, log *slog.Logge
 	}
 	n.agent, err = agent.Open(ctx, settings)
 	return n, err
+}
+
+// openCSI opens the source of CSI drivers' volumes, if there are any, or may have been before the configuration changed.
+func (n *Node) openCSI(log *slog.Logger) error {
+	drivers, dir := n.config.CSI.Drivers, n.config.Published()
+	if _, err := os.Stat(dir); len(drivers) == 0 && errors.Is(err, fs.ErrNotExist) {
+		return nil
+	}
+	source, err := csi.New(csi.Config{Dir: dir, Drivers: drivers, Log: log.With("component", "csi")})
+	if err != nil {
+		return err
+	}
+	n.sources[v1alpha1.VolumeTypePV] = source
+	return nil
 }
 
 // openContainers opens the containerd that the configuration names, or our own, which is started if need be. The Child is

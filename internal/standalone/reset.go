@@ -35,8 +35,8 @@ func Reset(ctx context.Context, config Config) error {
 	for _, p := range append(config.Places(), config.Listen, config.database(), config.database()+".lock", config.agentSocket()) {
 		errs = append(errs, os.RemoveAll(p))
 	}
-	// Only if they are empty: somebody may have put something else there.
-	for _, dir := range []string{config.StateDir, config.RunDir} {
+	// Only if they are empty: somebody may have put something else there, and what a CSI driver left mounted is data.
+	for _, dir := range []string{config.Published(), config.StateDir, config.RunDir} {
 		if entries, err := os.ReadDir(dir); err == nil && len(entries) == 0 {
 			errs = append(errs, os.Remove(dir))
 		}
