@@ -52,6 +52,7 @@ func command() *cobra.Command {
 	f.DurationVar(&c.RetryPeriod, "retry-period", 0, "the time between tries (default 2s)")
 	f.StringVar(&c.Audience, "audience", "", "the audience that callers' tokens must have (default sandbox.flux.io/api)")
 	f.BoolVar(&c.APIServerTokens, "api-server-tokens", false, "accept callers' tokens that are meant for the API server, too")
+	f.StringSliceVar(&c.DirectDrivers, "direct-drivers", nil, "CSI drivers whose volumes the agents publish themselves: those of csi.drivers in the agents' configuration (default: the built-in one)")
 	f.StringVar(&c.Log.Level, "log-level", "info", "debug, info, warn or error")
 	f.StringVar(&c.Log.Format, "log-format", "json", "json or text")
 	return cmd

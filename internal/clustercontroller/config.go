@@ -8,6 +8,7 @@ import (
 	"github.com/containerd/errdefs"
 	"k8s.io/apimachinery/pkg/types"
 
+	"github.com/flux-sandbox/flux-sandbox/internal/csidriver"
 	"github.com/flux-sandbox/flux-sandbox/internal/fault"
 	"github.com/flux-sandbox/flux-sandbox/internal/observability"
 )
@@ -34,6 +35,8 @@ type Config struct {
 	// are for the API server itself, too.
 	Audience        string
 	APIServerTokens bool
+	// DirectDrivers are the CSI drivers whose volumes the agents publish themselves; that of package csidriver when nil.
+	DirectDrivers []string
 	// QPS and Burst bound the calls to the API server; the defaults when zero.
 	QPS   float32
 	Burst int
@@ -67,6 +70,9 @@ func (c Config) withDefaults() (Config, error) {
 	c.AgentService = cmp.Or(c.AgentService, DefaultAgentService)
 	c.AgentServiceAccount = cmp.Or(c.AgentServiceAccount, DefaultServiceAccount)
 	c.Lease = cmp.Or(c.Lease, DefaultLease)
+	if c.DirectDrivers == nil {
+		c.DirectDrivers = []string{csidriver.Name}
+	}
 	c.QPS = cmp.Or(c.QPS, DefaultQPS)
 	c.Burst = cmp.Or(c.Burst, DefaultBurst)
 	for field, address := range map[string]string{"listen": c.Listen, "certificate-listen": c.CertificateListen, "metrics-listen": c.MetricsListen} {

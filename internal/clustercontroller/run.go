@@ -103,7 +103,7 @@ func (c *controller) connect(ctx context.Context) (err error) {
 	if err != nil {
 		return err
 	}
-	if c.volumes, err = volumes.New(c.client); err != nil {
+	if c.volumes, err = volumes.New(c.client, volumes.Options{DirectDrivers: c.DirectDrivers}); err != nil {
 		return err
 	}
 	if c.events, err = events.NewRecorder(c.client, Component); err != nil {

@@ -86,7 +86,7 @@ func (r *real) volumes() (*volumes.Volumes, func()) {
 			return next.RoundTrip(q)
 		})
 	})
-	v, err := volumes.New(kubernetes.NewForConfigOrDie(config))
+	v, err := volumes.New(kubernetes.NewForConfigOrDie(config), volumes.Options{})
 	r.must(err)
 	ctx, cancel := context.WithCancel(context.Background())
 	ended := make(chan struct{})

@@ -1,8 +1,9 @@
 // Package volumes finds out what the claims (pvc) and PersistentVolumes (pv) that sandboxes ask for are on a node. It is the
 // scheduler's Resolver in a cluster.
 //
-// A volume of this version is a PersistentVolume of type local or hostPath: it is a path, and it vouches for that path on
-// the node in place of the agent's own configuration. All others are refused by name.
+// A PersistentVolume of type local or hostPath is a path, and it vouches for that path on the node in place of the agent's
+// own configuration. One of a CSI driver that the operator lists (Options.DirectDrivers) is published by the node's agent,
+// with what the PersistentVolume says of it. All others are refused by name.
 //
 // # Who may use what
 //
@@ -15,6 +16,11 @@
 // rw needs ReadWriteOnce or ReadWriteMany. ReadWriteOnce is one node, which the node affinity of a local volume is as well;
 // a hostPath volume without one has no data that two nodes could share. ReadWriteOncePod is refused: only kubelet can keep
 // Pods away from a volume.
+//
+// # Secrets
+//
+// A volume may name a Secret with which it is published (csi.nodePublishSecretRef). It is read with one GET for the command
+// that needs it, and not kept; the controller may read no Secret but those that somebody gave it a Role for.
 //
 // # Where it is
 //

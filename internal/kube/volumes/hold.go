@@ -18,7 +18,6 @@ import (
 	"github.com/flux-sandbox/flux-sandbox/internal/fault"
 	"github.com/flux-sandbox/flux-sandbox/internal/scheduler"
 	"github.com/flux-sandbox/flux-sandbox/internal/store"
-	"github.com/flux-sandbox/flux-sandbox/internal/volume"
 )
 
 var _ scheduler.Keeper = (*Volumes)(nil)
@@ -124,10 +123,7 @@ func (v *Volumes) About(ref scheduler.VolumeRef) (other scheduler.VolumeRef, vol
 	if c := pv.Spec.ClaimRef; c != nil && ref.Type == v1alpha1.VolumeTypePV {
 		other = claimRef(c.Namespace, c.Name)
 	}
-	if path, err := pathOf(pv); err == nil {
-		volumeKey = volume.PersistentPathKey(path)
-	}
-	return other, volumeKey
+	return other, keyOf(pv)
 }
 
 // object is a claim or PersistentVolume. ask says whether the API server may be asked.

@@ -2,25 +2,19 @@ package volumes
 
 import (
 	"context"
-	"path"
-	"slices"
-	"strings"
 
 	"github.com/containerd/errdefs"
 	corev1 "k8s.io/api/core/v1"
 
-	agentv1 "github.com/flux-sandbox/flux-sandbox/api/proto/agent/v1"
 	"github.com/flux-sandbox/flux-sandbox/api/sandbox/v1alpha1"
 	"github.com/flux-sandbox/flux-sandbox/internal/fault"
 	"github.com/flux-sandbox/flux-sandbox/internal/scheduler"
-	"github.com/flux-sandbox/flux-sandbox/internal/volume"
 )
 
 // found is a volume that its sandbox may use as it wishes.
 type found struct {
 	claim *corev1.PersistentVolumeClaim // nil for a PersistentVolume that no claim has
 	pv    *corev1.PersistentVolume
-	path  string
 }
 
 // Locate implements scheduler.Resolver.
@@ -38,12 +32,11 @@ func (v *Volumes) Resolve(ctx context.Context, w scheduler.Wish, _ string) (*sch
 	if err != nil {
 		return nil, err
 	}
-	r := &scheduler.ResolvedVolume{
-		Location: f.location(w.TopologyKey), PVName: f.pv.Name, Path: v1alpha1.VolumePathLocal,
-		SetSource: func(request *agentv1.AttachRequest) {
-			request.Source = &agentv1.AttachRequest_Local{Local: &agentv1.LocalSource{Path: f.path, PersistentVolume: f.pv.Name}}
-		},
+	path, setSource, err := v.source(ctx, f)
+	if err != nil {
+		return nil, err
 	}
+	r := &scheduler.ResolvedVolume{Location: f.location(w.TopologyKey), PVName: f.pv.Name, Path: path, SetSource: setSource}
 	if f.claim != nil {
 		r.PVCName = f.claim.Name
 	}
@@ -51,7 +44,7 @@ func (v *Volumes) Resolve(ctx context.Context, w scheduler.Wish, _ string) (*sch
 }
 
 func (f *found) location(topologyKey string) scheduler.Location {
-	return scheduler.Location{Domains: domains(f.pv, topologyKey), VolumeKey: volume.PersistentPathKey(f.path), Reach: reach(f.pv)}
+	return scheduler.Location{Domains: domains(f.pv, topologyKey), VolumeKey: keyOf(f.pv), Reach: reach(f.pv)}
 }
 
 // find is the volume that is wished for, or why there is none. ask says whether the API server may be asked.
@@ -75,8 +68,7 @@ func (v *Volumes) find(ctx context.Context, w scheduler.Wish, ask bool) (f *foun
 	if err := f.allowed(w); err != nil {
 		return nil, err
 	}
-	f.path, err = pathOf(f.pv)
-	return f, err
+	return f, v.supported(f, w)
 }
 
 // ofClaim finds the volume of a claim of the sandbox's namespace.
@@ -149,35 +141,4 @@ func (f *found) usable() error {
 		return fault.New(errdefs.ErrInvalidArgument, fault.InvalidSource, "PersistentVolume %s is a block device: use one with volumeMode Filesystem", f.pv.Name)
 	}
 	return nil
-}
-
-// pathOf is the path of a volume on its nodes.
-func pathOf(pv *corev1.PersistentVolume) (string, error) {
-	var p string
-	switch s := pv.Spec.PersistentVolumeSource; {
-	case s.Local != nil:
-		p = s.Local.Path
-	case s.HostPath != nil:
-		p = s.HostPath.Path
-		if t := s.HostPath.Type; t != nil && !slices.Contains([]corev1.HostPathType{corev1.HostPathUnset, corev1.HostPathDirectory, corev1.HostPathDirectoryOrCreate}, *t) {
-			return "", fault.New(errdefs.ErrInvalidArgument, fault.InvalidSource, "PersistentVolume %s is a hostPath of type %s: use a directory", pv.Name, *t)
-		}
-	case s.CSI != nil:
-		return "", unsupported(pv, "of the CSI driver "+s.CSI.Driver)
-	case s.NFS != nil:
-		return "", unsupported(pv, "on NFS")
-	default:
-		return "", unsupported(pv, "of another kind")
-	}
-	// A final slash is allowed there.
-	clean := path.Clean(p)
-	if !path.IsAbs(p) || slices.Contains(strings.Split(p, "/"), "..") {
-		return "", fault.New(errdefs.ErrInvalidArgument, fault.InvalidSource, "PersistentVolume %s has the path %q: must be absolute and without ..", pv.Name, p)
-	}
-	return clean, nil
-}
-
-func unsupported(pv *corev1.PersistentVolume, what string) error {
-	return fault.New(errdefs.ErrFailedPrecondition, fault.VolumeTypeOff,
-		"PersistentVolume %s is %s: this version attaches those of type local and hostPath; use one, or mount it in a Pod", pv.Name, what)
 }

@@ -22,7 +22,8 @@ import (
 
 // Volumes are the claims and PersistentVolumes of a cluster. Start it once, with Run.
 type Volumes struct {
-	client kubernetes.Interface
+	client  kubernetes.Interface
+	options Options
 
 	claimInformer, volumeInformer cache.SharedIndexInformer
 	claims                        corev1listers.PersistentVolumeClaimLister
@@ -44,12 +45,18 @@ var _ scheduler.Resolver = (*Volumes)(nil)
 // maxAsked bounds what is remembered to be missing.
 const maxAsked = 4096
 
+// Options say what is allowed.
+type Options struct {
+	// DirectDrivers are the CSI drivers whose volumes the agents publish themselves.
+	DirectDrivers []string
+}
+
 // New makes Volumes.
-func New(client kubernetes.Interface) (*Volumes, error) {
+func New(client kubernetes.Interface, options Options) (*Volumes, error) {
 	factory := informers.NewSharedInformerFactory(client, 0)
 	claims, volumes := factory.Core().V1().PersistentVolumeClaims(), factory.Core().V1().PersistentVolumes()
 	v := &Volumes{
-		client:        client,
+		client: client, options: options,
 		claimInformer: claims.Informer(), volumeInformer: volumes.Informer(),
 		claims: claims.Lister(), volumes: volumes.Lister(),
 		synced: make(chan struct{}), asked: map[scheduler.VolumeRef]struct{}{}, followers: map[workqueue.TypedInterface[scheduler.VolumeRef]]struct{}{},

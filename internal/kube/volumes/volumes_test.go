@@ -8,7 +8,10 @@ import (
 	"testing"
 	"time"
 
+	"google.golang.org/protobuf/proto"
 	corev1 "k8s.io/api/core/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	"k8s.io/apimachinery/pkg/api/resource"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/apimachinery/pkg/types"
@@ -29,13 +32,15 @@ import (
 const (
 	namespace   = "team-a"
 	topologyKey = "unifiedbus.com/superpod"
+	// directDriver is one whose volumes agents publish.
+	directDriver = "direct.example.com"
 )
 
 // start runs Volumes on a fake API server that has the objects.
 func start(t *testing.T, objects ...runtime.Object) (*volumes.Volumes, *fake.Clientset) {
 	t.Helper()
 	client := fake.NewClientset(objects...)
-	v, err := volumes.New(client)
+	v, err := volumes.New(client, volumes.Options{DirectDrivers: []string{directDriver}})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -209,7 +214,14 @@ func TestRefusals(t *testing.T) {
 		"a tenant's, to a sandbox without":             {label("claim", "t-1", false), pvc, "data", func(w *scheduler.Wish) { w.Sandbox.Spec.TenantID = "" }, fault.TenantMismatch, "t-1"},
 		"CSI": {func(_ *c, p *p) {
 			p.Spec.PersistentVolumeSource = corev1.PersistentVolumeSource{CSI: &corev1.CSIPersistentVolumeSource{Driver: "disk.example.com"}}
-		}, pvc, "data", nil, fault.VolumeTypeOff, "CSI driver disk.example.com: this version attaches those of type local and hostPath"},
+		}, pvc, "data", nil, fault.VolumeTypeOff, "CSI driver disk.example.com: this version attaches those of the drivers that the operator lists for it (direct.example.com; flag direct-drivers)"},
+		"CSI, direct":            {csiVolume(nil), pvc, "data", nil, "", ""},
+		"CSI, read-only, to ro":  {csiVolume(func(p *p) { p.Spec.CSI.ReadOnly = true }), pvc, "data", readOnly, "", ""},
+		"CSI, read-only":         {csiVolume(func(p *p) { p.Spec.CSI.ReadOnly = true }), pvc, "data", nil, fault.ModeDenied, "ask for mode ro"},
+		"CSI, mounted read-only": {csiVolume(func(p *p) { p.Spec.MountOptions = []string{"ro"} }), named, "pv-1", nil, fault.ModeDenied, "ask for mode ro"},
+		"CSI, a limit that fits": {csiVolume(nil), pvc, "data", func(w *scheduler.Wish) { w.Volume.SizeLimit = "1Gi" }, "", ""},
+		"CSI, a smaller limit": {csiVolume(nil), pvc, "data", func(w *scheduler.Wish) { w.Volume.SizeLimit = "512Mi" }, fault.LimitNotEnforced,
+			"536870912 bytes on PersistentVolume pv-1, which has 1073741824"},
 		"NFS": {func(_ *c, p *p) {
 			p.Spec.PersistentVolumeSource = corev1.PersistentVolumeSource{NFS: &corev1.NFSVolumeSource{}}
 		}, pvc, "data", nil, fault.VolumeTypeOff, "on NFS"},
@@ -241,6 +253,116 @@ func TestRefusals(t *testing.T) {
 				t.Errorf("%s is not of its kind: %v", x.reason, err)
 			}
 		})
+	}
+}
+
+// csiVolume makes the volume one of the direct driver.
+func csiVolume(change func(*corev1.PersistentVolume)) func(*corev1.PersistentVolumeClaim, *corev1.PersistentVolume) {
+	return func(_ *corev1.PersistentVolumeClaim, pv *corev1.PersistentVolume) {
+		pv.Spec.PersistentVolumeSource = corev1.PersistentVolumeSource{CSI: &corev1.CSIPersistentVolumeSource{
+			Driver: directDriver, VolumeHandle: "h-1", FSType: "xfs", VolumeAttributes: map[string]string{"pool": "fast"}}}
+		pv.Spec.Capacity = corev1.ResourceList{corev1.ResourceStorage: resource.MustParse("1Gi")}
+		pv.Spec.MountOptions = []string{"noexec"}
+		if change != nil {
+			change(pv)
+		}
+	}
+}
+
+func TestAVolumeOfADirectDriver(t *testing.T) {
+	v, client := start(t, pair(csiVolume(nil))...)
+	client.ClearActions()
+	for _, w := range []scheduler.Wish{wish(v1alpha1.VolumeTypePVC, "data", nil), wish(v1alpha1.VolumeTypePV, "pv-1", readOnly)} {
+		r, err := v.Resolve(t.Context(), w, "n1")
+		if err != nil {
+			t.Fatal(err)
+		}
+		request := &agentv1.AttachRequest{}
+		r.SetSource(request)
+		want := &agentv1.CSISource{Driver: directDriver, VolumeHandle: "h-1", FsType: "xfs", Attributes: map[string]string{"pool": "fast"},
+			MountOptions: []string{"noexec"}, AccessMode: "ReadWriteOnce", PersistentVolume: "pv-1"}
+		if !proto.Equal(request.GetCsi(), want) {
+			t.Errorf("source %v, want %v", request.GetCsi(), want)
+		}
+		if r.PVCName != "data" || r.PVName != "pv-1" || r.Path != v1alpha1.VolumePathDirect || r.VolumeKey != volume.CSIKey(directDriver, "h-1") {
+			t.Errorf("%+v", r)
+		}
+	}
+	other, key := v.About(scheduler.VolumeRef{Type: v1alpha1.VolumeTypePVC, Namespace: namespace, Source: "data"})
+	if other.Source != "pv-1" || key != volume.CSIKey(directDriver, "h-1") {
+		t.Errorf("%v, %s", other, key)
+	}
+	if calls := client.Actions(); len(calls) != 0 {
+		t.Errorf("calls of the API server: %v", calls)
+	}
+}
+
+func TestAccessModeOfAPublication(t *testing.T) {
+	for want, modes := range map[string][]corev1.PersistentVolumeAccessMode{
+		"ReadWriteMany": {corev1.ReadOnlyMany, corev1.ReadWriteMany, corev1.ReadWriteOnce},
+		"ReadOnlyMany":  {corev1.ReadOnlyMany},
+	} {
+		v, _ := start(t, pair(func(c *corev1.PersistentVolumeClaim, pv *corev1.PersistentVolume) {
+			csiVolume(nil)(c, pv)
+			c.Spec.AccessModes, pv.Spec.AccessModes = modes, modes
+		})...)
+		r, err := v.Resolve(t.Context(), wish(v1alpha1.VolumeTypePVC, "data", readOnly), "n1")
+		if err != nil {
+			t.Fatal(err)
+		}
+		request := &agentv1.AttachRequest{}
+		if r.SetSource(request); request.GetCsi().GetAccessMode() != want {
+			t.Errorf("%v: published with %s", modes, request.GetCsi().GetAccessMode())
+		}
+	}
+}
+
+// A Secret is read for the command that needs it, as it is then; and no other is.
+func TestSecretsOfAVolume(t *testing.T) {
+	secret := &corev1.Secret{ObjectMeta: metav1.ObjectMeta{Namespace: "storage", Name: "token"}, Data: map[string][]byte{"key": []byte("one")}}
+	v, client := start(t, append(pair(csiVolume(func(pv *corev1.PersistentVolume) {
+		pv.Spec.CSI.NodePublishSecretRef = &corev1.SecretReference{Namespace: "storage", Name: "token"}
+	})), secret)...)
+	w := wish(v1alpha1.VolumeTypePVC, "data", nil)
+	secretOf := func() (string, error) {
+		r, err := v.Resolve(t.Context(), w, "n1")
+		if err != nil {
+			return "", err
+		}
+		request := &agentv1.AttachRequest{}
+		r.SetSource(request)
+		return request.GetCsi().GetSecrets()["key"], nil
+	}
+	client.ClearActions()
+	if _, err := v.Locate(w); err != nil || len(client.Actions()) > 0 {
+		t.Errorf("to place a sandbox: %v, %v", err, client.Actions())
+	}
+	if got, err := secretOf(); got != "one" || err != nil {
+		t.Errorf("%q, %v", got, err)
+	}
+	for _, a := range client.Actions() {
+		if !a.Matches("get", "secrets") {
+			t.Errorf("a call beside that: %v", a)
+		}
+	}
+	secret.Data["key"] = []byte("two")
+	if _, err := client.CoreV1().Secrets("storage").Update(t.Context(), secret, metav1.UpdateOptions{}); err != nil {
+		t.Fatal(err)
+	}
+	if got, err := secretOf(); got != "two" || err != nil {
+		t.Errorf("after a change: %q, %v", got, err)
+	}
+	if err := client.CoreV1().Secrets("storage").Delete(t.Context(), "token", metav1.DeleteOptions{}); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := secretOf(); fault.ReasonOf(err) != fault.SecretUnavailable || fault.IsPermanent(err) {
+		t.Errorf("without the Secret: %v", err)
+	}
+	client.PrependReactor("get", "secrets", func(clienttesting.Action) (bool, runtime.Object, error) {
+		return true, nil, apierrors.NewForbidden(corev1.Resource("secrets"), "token", errors.New("no"))
+	})
+	if _, err := secretOf(); fault.ReasonOf(err) != fault.SecretUnavailable || !strings.Contains(err.Error(), "make a Role in namespace storage with verb get on secrets, resourceNames [token]") {
+		t.Errorf("without the right: %v", err)
 	}
 }
 
