@@ -13,6 +13,7 @@ var errNodeDead = fault.New(errdefs.ErrAborted, fault.NodeDead, "the sandbox's n
 func (s *Scheduler) nodeDead(node string) {
 	s.Logger.Warn("the node is known not to run any more: its sandboxes are placed elsewhere", "node", node)
 	s.requeue(node, s.cache.onNode(node))
+	s.settleHeld()
 }
 
 // died deals with a sandbox whose node is dead, and says whether there was anything to do. Nothing is left to stop or to

@@ -44,6 +44,8 @@ type fakeAgent struct {
 	mounts  uint64
 	// running are the Pods, by UID, whose container runs.
 	running  map[string]bool
+	// prepared are the keys of volumes that it has ready.
+	prepared []string
 	detaches []*agentv1.DetachRequest
 }
 
@@ -329,6 +331,9 @@ func (f *fakeAgent) Inventory(ctx context.Context, _ *agentv1.InventoryRequest, 
 	for _, state := range f.sandboxes {
 		full.Sandboxes = append(full.Sandboxes, proto.CloneOf(state))
 	}
+	for _, key := range f.prepared {
+		full.Prepared = append(full.Prepared, &agentv1.PreparedVolume{VolumeKey: key})
+	}
 	s.updates <- full
 	f.streams[s.updates] = cancel
 	return s, nil
@@ -343,6 +348,17 @@ func (f *fakeAgent) change(uid string, alter func(*agentv1.SandboxState)) {
 	}
 	alter(f.sandboxes[uid])
 	f.changed(uid)
+}
+
+// prepares makes a volume ready, or releases it.
+func (f *fakeAgent) prepares(key string, has bool) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	f.prepared = slices.DeleteFunc(f.prepared, func(k string) bool { return k == key })
+	if has {
+		f.prepared = append(f.prepared, key)
+	}
+	f.tell(&agentv1.InventoryUpdate{Node: f.node, Prepared: []*agentv1.PreparedVolume{{VolumeKey: key, Removed: !has}}})
 }
 
 // with runs a function under the agent's lock.

@@ -250,12 +250,12 @@ func (s *Scheduler) settle(ctx context.Context, ref VolumeRef) {
 			err = nil // it is on its way out
 		}
 	case !may && held && s.holds.allSeen():
-		if s.hasOrphan(volumeKey) {
-			break // a node has it for a sandbox that is gone: when that is removed it is looked at again
+		if s.hasOrphan(volumeKey) || s.isPrepared(volumeKey) {
+			break // a node has it for a sandbox that is gone, or for nobody any more: when that ends it is looked at again
 		}
 		if err = s.Keeper.LetGo(ctx, ref, func() bool {
 			_, may := s.holds.user(volumeKey, refs...)
-			return !may
+			return !may && !s.isPrepared(volumeKey)
 		}); err == nil {
 			s.Logger.Info("volume is let go: no sandbox uses it", "volumeType", ref.Type, "namespace", ref.Namespace, "source", ref.Source)
 		}
@@ -273,6 +273,11 @@ func (s *Scheduler) hasOrphan(volumeKey string) bool {
 		_, known := s.cache.keyOf(uid)
 		return !known
 	})
+}
+
+// isPrepared says whether a node that may come back has a volume ready, or has not released it yet.
+func (s *Scheduler) isPrepared(volumeKey string) bool {
+	return volumeKey != "" && slices.ContainsFunc(s.registry.preparedOn(volumeKey), func(node string) bool { return !s.Agents.Dead(node) })
 }
 
 // hold has a volume held that is about to be attached.

@@ -163,6 +163,28 @@ func TestAVolumeIsHeldFromBeforeItsFirstAttachUntilItsLastUserIsGone(t *testing.
 	w.did(held, "let go c", "hold c after 3 attaches", "let go c")
 }
 
+func TestAVolumeIsHeldUntilItsNodeHasReleasedIt(t *testing.T) {
+	w, k := holdWorld(t)
+	w.running("a", nil)
+	w.add("a", ofClaim("c", "/data"))
+	w.rowIs("a", "/data", v1alpha1.VolumeMounted)
+	_, key := k.About(claimed("c"))
+	node := w.agent()
+	node.prepares(key, true)
+	w.eventually("that is known", func() bool { return len(w.s.registry.preparedOn(key)) == 1 })
+	w.delete("a")
+	w.eventually("a is gone", func() bool { return w.get("a") == nil })
+	w.did("hold c")
+	node.with(node.cut)
+	w.within(firstReconnect, "the agent is followed again", func() (again bool) {
+		node.with(func() { again = len(node.streams) == 1 })
+		return again
+	})
+	w.did("hold c")
+	node.prepares(key, false)
+	w.did("hold c", "let go c")
+}
+
 func TestNothingIsAttachedThatCannotBeHeld(t *testing.T) {
 	w, k := holdWorld(t)
 	w.running("a", nil)

@@ -117,6 +117,7 @@ func (s *Scheduler) removeAgent(node string) {
 	s.lookAtPods(node)
 	s.checkSkew()
 	s.noLongerAwaited(node)
+	s.settleHeld()
 }
 
 // checkSkew has the sandboxes looked at for which dynamic volumes are now off, or on again, by what their agents
@@ -227,6 +228,9 @@ func (s *Scheduler) readInventory(ctx context.Context, a Agent) (heard bool, err
 		}
 		heard = true
 		s.requeue(a.Node, concerned)
+		if u.GetFull() || slices.ContainsFunc(u.GetPrepared(), (*agentv1.PreparedVolume).GetRemoved) {
+			s.settleHeld() // what it released may be let go
+		}
 	}
 }
 

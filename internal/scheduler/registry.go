@@ -242,6 +242,13 @@ func (r *InMemoryRegistry) usersOf(volumeKey string) []types.UID {
 	return uids
 }
 
+// preparedOn are the nodes that have a volume ready, by its identity there.
+func (r *InMemoryRegistry) preparedOn(volumeKey string) []string {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	return slices.Collect(maps.Keys(r.prepared[volumeKey]))
+}
+
 // heard is the number of the inventory's last message that may concern the sandbox. The answer to a command and
 // the inventory come by two ways: an answer is known to be the newer word only if this did not change since before
 // the command.
