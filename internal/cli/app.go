@@ -166,9 +166,12 @@ func noSuchCommand(cmd *cobra.Command, args []string) error {
 }
 
 // exactly is an Args that wants one argument for each name.
-func exactly(names ...string) cobra.PositionalArgs {
+func exactly(names ...string) cobra.PositionalArgs { return between(len(names), names...) }
+
+// between is an Args that wants one argument for each name, of which those after the first few may be missing.
+func between(few int, names ...string) cobra.PositionalArgs {
 	return func(_ *cobra.Command, args []string) error {
-		if len(args) < len(names) {
+		if len(args) < few {
 			return usagef("%s is missing", names[len(args)])
 		}
 		if len(args) > len(names) {

@@ -25,6 +25,7 @@ import (
 type server struct {
 	sandboxes sandboxv1.SandboxServiceClient
 	volumes   sandboxv1.SandboxVolumeServiceClient
+	named     sandboxv1.VolumeServiceClient
 	images    sandboxv1.ImageServiceClient
 	node      sandboxv1.NodeServiceClient
 }
@@ -39,6 +40,7 @@ func (a *app) connect(what string, do func(server) error) error {
 	err = do(server{
 		sandboxes: sandboxv1.NewSandboxServiceClient(conn),
 		volumes:   sandboxv1.NewSandboxVolumeServiceClient(conn),
+		named:     sandboxv1.NewVolumeServiceClient(conn),
 		images:    sandboxv1.NewImageServiceClient(conn),
 		node:      sandboxv1.NewNodeServiceClient(conn),
 	})

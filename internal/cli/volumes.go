@@ -15,11 +15,11 @@ func (a *app) volumeCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:     "volume",
 		Aliases: []string{"volumes", "vol"},
-		Short:   "Attach volumes to running sandboxes, and detach them",
+		Short:   "Attach volumes to running sandboxes, and detach them; make and delete named ones",
 		Args:    noSuchCommand,
 		RunE:    func(cmd *cobra.Command, _ []string) error { return cmd.Help() },
 	}
-	cmd.AddCommand(a.volumeAddCommand(), a.volumeRmCommand(), a.volumeLsCommand())
+	cmd.AddCommand(a.volumeAddCommand(), a.volumeRmCommand(), a.volumeLsCommand(), a.volumeCreateCommand())
 	return cmd
 }
 
@@ -101,17 +101,25 @@ with --keep the sandbox goes on asking for it, and what may pass is tried again.
 func (a *app) volumeRmCommand() *cobra.Command {
 	var force bool
 	cmd := &cobra.Command{
-		Use:     "rm NAME TARGET",
+		Use:     "rm SANDBOX TARGET | rm VOLUME",
 		Aliases: []string{"remove"},
-		Short:   "Detach a volume from a sandbox while it runs",
-		Long: `Detach a volume from a sandbox while it runs. The data in it stays.
+		Short:   "Detach a volume from a sandbox while it runs; or delete a named volume",
+		Long: `With a sandbox and a target: detach a volume from a sandbox while it runs. The data in it stays.
+With one name: delete the named volume of a standalone server, with its data. One that a sandbox names is refused.
 
 A volume in use is not detached, and fluxctl shows who uses it. With --force it is taken out of the sandbox's
 tree all the same: new look-ups no longer find it, and files that are open go on.`,
 		Example: `  fluxctl volume rm a /data
-  fluxctl volume rm a /data --force`,
-		Args: exactly("NAME", "TARGET"),
+  fluxctl volume rm a /data --force
+  fluxctl volume rm scratch`,
+		Args: between(1, "SANDBOX or VOLUME", "TARGET"),
 		RunE: func(cmd *cobra.Command, args []string) error {
+			if len(args) == 1 {
+				if force {
+					return usagef("--force is for a volume of a sandbox: TARGET is missing")
+				}
+				return a.deleteVolume(cmd, args[0])
+			}
 			name, target := args[0], args[1]
 			return a.connect(fmt.Sprintf("remove the volume %s from sandbox %s", target, name), func(s server) error {
 				ctx, cancel := a.bounded(cmd.Context())
@@ -139,13 +147,17 @@ tree all the same: new look-ups no longer find it, and files that are open go on
 
 func (a *app) volumeLsCommand() *cobra.Command {
 	return &cobra.Command{
-		Use:     "ls NAME",
+		Use:     "ls [SANDBOX]",
 		Aliases: []string{"list"},
-		Short:   "List the volumes of a sandbox",
+		Short:   "List the volumes of a sandbox; or, without one, the named volumes of a standalone server",
 		Example: `  fluxctl volume ls a
-  fluxctl volume ls a -o yaml`,
-		Args: exactly("NAME"),
+  fluxctl volume ls a -o yaml
+  fluxctl volume ls`,
+		Args: between(0, "SANDBOX"),
 		RunE: func(cmd *cobra.Command, args []string) error {
+			if len(args) == 0 {
+				return a.listVolumes(cmd)
+			}
 			return a.connect("list the volumes of sandbox "+args[0], func(s server) error {
 				ctx, cancel := a.bounded(cmd.Context())
 				defer cancel()

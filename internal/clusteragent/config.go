@@ -48,6 +48,9 @@ func ParseConfig(data []byte, env func(string) string, hostname func() (string, 
 	if err := yaml.UnmarshalStrict([]byte(expanded), &c); err != nil {
 		return c, node.Invalid("%v", strings.TrimPrefix(err.Error(), "error unmarshaling JSON: while decoding JSON: json: "))
 	}
+	if c.Volumes.Pool != "" || c.Volumes.PoolOvercommit != 0 {
+		return c, node.Invalid("volumes.pool is a standalone server's: in a cluster, flux-sandbox-csi has a pool of its own")
+	}
 	if !slices.ContainsFunc(c.CSI.Drivers, func(d csi.Driver) bool { return d.Name == csidriver.Name }) {
 		c.CSI.Drivers = append(c.CSI.Drivers, csi.Driver{Name: csidriver.Name, Socket: DefaultCSISocket, NodeLocal: true})
 	}

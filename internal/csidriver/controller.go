@@ -16,6 +16,8 @@ import (
 const (
 	// ParameterAllocation says how a StorageClass's volumes take their space: "thin" (default) or "preallocated".
 	ParameterAllocation = "allocation"
+	// ParameterTenant is whose a volume is. It is for named volumes, which have no claim that says so.
+	ParameterTenant = "tenantId"
 	// defaultSize is that of a volume for which nobody says one.
 	defaultSize = 1 << 30
 	// sizeUnit is what sizes are rounded up to: a filesystem's block.
@@ -102,10 +104,14 @@ func (d *Driver) wanted(r *csi.CreateVolumeRequest) (record, error) {
 		}
 	}
 	for key, value := range r.GetParameters() {
-		if key != ParameterAllocation || value != "thin" && value != "preallocated" {
+		switch {
+		case key == ParameterTenant:
+			want.TenantID = value
+		case key == ParameterAllocation && (value == "thin" || value == "preallocated"):
+			want.Preallocated = value == "preallocated"
+		default:
 			return want, invalid("parameter %s=%q is not known: the driver has %s=thin|preallocated", key, value, ParameterAllocation)
 		}
-		want.Preallocated = value == "preallocated"
 	}
 	if required := r.GetAccessibilityRequirements().GetRequisite(); len(required) > 0 && !d.reaches(required) {
 		return want, fault.New(errdefs.ErrResourceExhausted, fault.UnreachableVolume,
@@ -140,11 +146,11 @@ func sizeFor(asked *csi.CapacityRange, filesystem capacity.Filesystem) (int64, e
 // matches says whether the volume that is there is the one that is asked for.
 func (have record) matches(want record, asked *csi.CapacityRange) error {
 	limit := asked.GetLimitBytes()
-	if have.Name != want.Name || have.Filesystem != want.Filesystem || have.Preallocated != want.Preallocated ||
+	if have.Name != want.Name || have.Filesystem != want.Filesystem || have.Preallocated != want.Preallocated || have.TenantID != want.TenantID ||
 		have.Size < asked.GetRequiredBytes() || limit > 0 && have.Size > limit || have.Size > want.Size && asked.GetRequiredBytes() > 0 {
 		return fault.New(errdefs.ErrAlreadyExists, fault.Conflict,
-			"a volume %s exists with other properties: it has %d bytes, %s, preallocated %t; asked for were %d bytes, %s, preallocated %t",
-			have.Name, have.Size, have.Filesystem, have.Preallocated, want.Size, want.Filesystem, want.Preallocated)
+			"a volume %s exists with other properties: it has %d bytes, %s, preallocated %t, tenant %q; asked for were %d bytes, %s, preallocated %t, tenant %q",
+			have.Name, have.Size, have.Filesystem, have.Preallocated, have.TenantID, want.Size, want.Filesystem, want.Preallocated, want.TenantID)
 	}
 	return nil
 }

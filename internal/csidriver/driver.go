@@ -23,6 +23,8 @@ import (
 const (
 	// Name is the driver's name.
 	Name = "local.csi.sandbox.flux.io"
+	// LockFile is the file in a pool by which one process at a time has it.
+	LockFile = "lock"
 	// TopologyNode is the topology key of the node that a volume lies on.
 	TopologyNode = "topology." + Name + "/node"
 )
@@ -104,7 +106,7 @@ func New(ctx context.Context, config Config) (*Driver, error) {
 
 // open takes the pool for this process and repairs it.
 func (d *Driver) open(ctx context.Context) (err error) {
-	d.lock, err = os.OpenFile(filepath.Join(d.config.Pool, "lock"), os.O_RDWR|os.O_CREATE, 0o600)
+	d.lock, err = os.OpenFile(filepath.Join(d.config.Pool, LockFile), os.O_RDWR|os.O_CREATE, 0o600)
 	if err != nil {
 		return fmt.Errorf("lock the pool: %w", err)
 	}

@@ -30,6 +30,8 @@ type record struct {
 	Size         int64               `json:"size"`
 	Filesystem   capacity.Filesystem `json:"filesystem"`
 	Preallocated bool                `json:"preallocated,omitempty"`
+	// TenantID is whose it is, where the driver is told (ParameterTenant).
+	TenantID string `json:"tenantId,omitempty"`
 }
 
 // validID is what can be a volume's id, and so a file name: no path, and CSI's 128 bytes at most.

@@ -94,6 +94,7 @@ const (
 	DriverUnavailable  Reason = "DRIVER_UNAVAILABLE"
 	DriverFailed       Reason = "DRIVER_FAILED"
 	DriverRefused      Reason = "DRIVER_REFUSED"
+	NotAvailable       Reason = "NOT_AVAILABLE"
 	SecretUnavailable  Reason = "SECRET_UNAVAILABLE"
 	Internal           Reason = "INTERNAL"
 )

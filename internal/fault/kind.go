@@ -77,6 +77,7 @@ var kindOf = map[Reason]error{
 	DriverUnavailable:  errdefs.ErrUnavailable,
 	DriverFailed:       errdefs.ErrInternal,
 	DriverRefused:      errdefs.ErrFailedPrecondition,
+	NotAvailable:       errdefs.ErrNotImplemented,
 	SecretUnavailable:  errdefs.ErrUnavailable,
 	Internal:           errdefs.ErrInternal,
 }

@@ -40,6 +40,8 @@ type Options struct {
 	Authorizer Authorizer
 	// Available says whether there is a source for a volume type; nil leaves that to the agent.
 	Available func(v1alpha1.VolumeType) bool
+	// NamedVolumes keeps the volumes of VolumeService; nil where there are claims instead.
+	NamedVolumes NamedVolumes
 	// Logger gets a line per call; slog's default when nil.
 	Logger *slog.Logger
 	// MaxWait is how long a call waits at most, also without a deadline; 2 minutes when 0.
@@ -109,6 +111,7 @@ func New(options Options) (*Server, error) {
 	sandboxv1.RegisterSandboxServiceServer(s.grpc, &sandboxService{Server: s})
 	sandboxv1.RegisterImageServiceServer(s.grpc, &imageService{Server: s})
 	sandboxv1.RegisterNodeServiceServer(s.grpc, &nodeService{Server: s})
+	sandboxv1.RegisterVolumeServiceServer(s.grpc, &namedService{Server: s})
 	healthv1.RegisterHealthServer(s.grpc, s.health)
 	reflection.Register(s.grpc)
 	s.setHealth(healthv1.HealthCheckResponse_NOT_SERVING)

@@ -91,6 +91,10 @@ type SandboxConfig struct {
 type VolumeConfig struct {
 	// Local are the directories whose content may become volumes. Nothing else on the machine can.
 	Local []local.Root `json:"local,omitempty"`
+	// Pool is the folder of named volumes (disk images of a fixed size), which a standalone server has; volumes in stateDir
+	// when empty. PoolOvercommit is by what factor they may promise more than is free; 1 when zero.
+	Pool           string  `json:"pool,omitempty"`
+	PoolOvercommit float64 `json:"poolOvercommit,omitempty"`
 	// DeniedTargets are paths in sandboxes that no volume may cover, beside the built-in ones.
 	DeniedTargets []string `json:"deniedTargets,omitempty"`
 	// BestEffortLimits accepts a sizeLimit that nothing can enforce, and says so in the status, instead of refusing.

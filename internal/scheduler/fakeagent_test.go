@@ -43,7 +43,7 @@ type fakeAgent struct {
 	seen    map[string]int64
 	mounts  uint64
 	// running are the Pods, by UID, whose container runs.
-	running  map[string]bool
+	running map[string]bool
 	// prepared are the keys of volumes that it has ready.
 	prepared []string
 	detaches []*agentv1.DetachRequest

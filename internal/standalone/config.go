@@ -6,14 +6,17 @@ import (
 	"io/fs"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 
 	"k8s.io/apimachinery/pkg/util/validation"
 	"sigs.k8s.io/yaml"
 
 	"github.com/flux-sandbox/flux-sandbox/api/sandbox/v1alpha1"
+	"github.com/flux-sandbox/flux-sandbox/internal/csidriver"
 	"github.com/flux-sandbox/flux-sandbox/internal/node"
 	"github.com/flux-sandbox/flux-sandbox/internal/observability"
+	"github.com/flux-sandbox/flux-sandbox/internal/volume/csi"
 )
 
 // Config is the configuration file of flux-sandbox: YAML, in which an unknown key is an error. Every field has a
@@ -92,6 +95,24 @@ func (c Config) withDefaults() (Config, error) {
 	if !filepath.IsAbs(c.Listen) || len(c.Listen) > maxSocketPath {
 		return c, invalid("listen %q: must be the absolute path of a unix socket, of at most %d bytes", c.Listen, maxSocketPath)
 	}
+	if c.Volumes.Pool == "" {
+		c.Volumes.Pool = filepath.Join(c.StateDir, "volumes")
+	}
+	if !filepath.IsAbs(c.Volumes.Pool) || filepath.Clean(c.Volumes.Pool) != c.Volumes.Pool {
+		return c, invalid("volumes.pool %q: must be an absolute, clean path", c.Volumes.Pool)
+	}
+	if o := c.Volumes.PoolOvercommit; o != 0 && o < 1 {
+		return c, invalid("volumes.poolOvercommit %g: must be at least 1", o)
+	}
+	if len(c.csiSocket()) > maxSocketPath {
+		return c, invalid("runDir %q: too long for the sockets in it", c.RunDir)
+	}
+	for _, d := range c.CSI.Drivers {
+		if d.Name == csidriver.Name {
+			return c, invalid("csi.drivers: %s is built in here", d.Name)
+		}
+	}
+	c.CSI.Drivers = append(slices.Clip(c.CSI.Drivers), csi.Driver{Name: csidriver.Name, Socket: c.csiSocket(), NodeLocal: true})
 	if len(c.Groups) == 0 {
 		c.Groups = []GroupConfig{{Name: v1alpha1.DefaultGroup,
 			Spec: v1alpha1.SandboxGroupSpec{FeatureGates: v1alpha1.FeatureGates{DynamicVolumeMount: true}}}}
@@ -123,3 +144,4 @@ func invalid(format string, args ...any) error { return node.Invalid(format, arg
 // Places of our parts below stateDir and runDir.
 func (c Config) database() string    { return filepath.Join(c.StateDir, "flux-sandbox.db") }
 func (c Config) agentSocket() string { return filepath.Join(c.RunDir, "agent.sock") }
+func (c Config) csiSocket() string   { return filepath.Join(c.RunDir, "csi.sock") }

@@ -13,6 +13,7 @@ import (
 	"google.golang.org/grpc/credentials/insecure"
 
 	agentv1 "github.com/flux-sandbox/flux-sandbox/api/proto/agent/v1"
+	"github.com/flux-sandbox/flux-sandbox/api/sandbox/v1alpha1"
 	"github.com/flux-sandbox/flux-sandbox/internal/agent"
 	"github.com/flux-sandbox/flux-sandbox/internal/fault"
 	"github.com/flux-sandbox/flux-sandbox/internal/node"
@@ -27,6 +28,7 @@ type machine struct {
 	conn   *grpc.ClientConn
 	direct *direct
 	client agentv1.AgentServiceClient
+	named  *namedVolumes
 }
 
 // openMachine brings the node up, and the agent's socket.
@@ -37,6 +39,15 @@ func openMachine(ctx context.Context, config Config, log *slog.Logger, registry 
 	}
 	beside := filepath.Dir(self)
 	m := &machine{name: config.Node}
+	// Before the node, whose repair may need it.
+	if m.named, err = openNamedVolumes(ctx, config); err != nil {
+		return nil, err
+	}
+	defer func() {
+		if err != nil && m.Node == nil {
+			m.named.close()
+		}
+	}()
 	m.Node, err = node.Open(ctx, config.Config, node.Programs{
 		Init: filepath.Join(beside, "flux-sandbox-init"), Logger: filepath.Join(beside, "flux-sandbox-logger"),
 		Hook: filepath.Join(beside, "flux-sandbox-hook"),
@@ -80,6 +91,12 @@ func (m *machine) close() {
 		m.server.Stop()
 	}
 	m.Node.Close()
+	m.named.close()
+}
+
+// Available says whether there is a source for a volume type.
+func (m *machine) Available(t v1alpha1.VolumeType) bool {
+	return t == v1alpha1.VolumeTypePVC || t != v1alpha1.VolumeTypePV && m.Node.Available(t)
 }
 
 // Follow tells the scheduler of the one agent.

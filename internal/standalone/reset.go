@@ -32,9 +32,10 @@ func Reset(ctx context.Context, config Config) error {
 		return err
 	}
 	var errs []error
-	for _, p := range append(config.Places(), config.Listen, config.database(), config.database()+".lock", config.agentSocket()) {
+	for _, p := range append(config.Places(), config.Listen, config.database(), config.database()+".lock", config.agentSocket(), config.csiSocket()) {
 		errs = append(errs, os.RemoveAll(p))
 	}
+	errs = append(errs, removeEmptyPool(config.Volumes.Pool))
 	// Only if they are empty: somebody may have put something else there, and what a CSI driver left mounted is data.
 	for _, dir := range []string{config.Published(), config.StateDir, config.RunDir} {
 		if entries, err := os.ReadDir(dir); err == nil && len(entries) == 0 {

@@ -55,12 +55,12 @@ func Run(ctx context.Context, config Config, reload Reload, ready func(address s
 		return err
 	}
 	sched, err := scheduler.New(scheduler.Config{Store: database, Agents: machine, Epoch: epoch, LeaseUID: leaseUID,
-		Logger: log.With("component", "scheduler"), Registerer: registry})
+		Logger: log.With("component", "scheduler"), Registerer: registry, Resolver: machine.named})
 	if err != nil {
 		return err
 	}
 	api, err := grpcapi.New(grpcapi.Options{Store: database, Agents: machine, Authenticator: grpcapi.SocketPermissions{},
-		Available: machine.Available, Logger: log.With("component", "api")})
+		Available: machine.Available, NamedVolumes: machine.named, Logger: log.With("component", "api")})
 	if err != nil {
 		return err
 	}
@@ -71,6 +71,7 @@ func Run(ctx context.Context, config Config, reload Reload, ready func(address s
 		return nil
 	})
 	group.Go(func() error { return sched.Run(ctx) })
+	group.Go(func() error { return machine.named.wait(ctx) })
 	group.Go(func() error { return followReload(ctx, database, reload, log) })
 	if config.MetricsListen != "" {
 		wait, err := observability.Serve(ctx, config.MetricsListen, registry, func() error {

@@ -35,6 +35,7 @@ type Env struct {
 	// Volumes and the others are clients of it.
 	Volumes   sandboxv1.SandboxVolumeServiceClient
 	Sandboxes sandboxv1.SandboxServiceClient
+	Named     sandboxv1.VolumeServiceClient
 	Images    sandboxv1.ImageServiceClient
 	Nodes     sandboxv1.NodeServiceClient
 	// Conn is the connection of the clients.
@@ -100,7 +101,7 @@ func Start(t testing.TB, change func(*grpcapi.Options)) *Env {
 	options := grpcapi.Options{
 		Store: st, Agents: agents{agentv1.NewAgentServiceClient(agentConn)}, Authenticator: grpcapi.SocketPermissions{},
 		Logger: slog.New(slog.NewTextHandler(e.Log, &slog.HandlerOptions{Level: slog.LevelDebug})),
-		Clock:  clocktesting.NewFakePassiveClock(Epoch),
+		Clock:  clocktesting.NewFakePassiveClock(Epoch), NamedVolumes: &NamedVolumes{},
 	}
 	if change != nil {
 		change(&options)
@@ -129,6 +130,7 @@ func Start(t testing.TB, change func(*grpcapi.Options)) *Env {
 	e.Conn = dial(t, e.Address)
 	e.Volumes = sandboxv1.NewSandboxVolumeServiceClient(e.Conn)
 	e.Sandboxes = sandboxv1.NewSandboxServiceClient(e.Conn)
+	e.Named = sandboxv1.NewVolumeServiceClient(e.Conn)
 	e.Images = sandboxv1.NewImageServiceClient(e.Conn)
 	e.Nodes = sandboxv1.NewNodeServiceClient(e.Conn)
 	t.Cleanup(func() {

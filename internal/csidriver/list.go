@@ -1,0 +1,61 @@
+package csidriver
+
+import (
+	"cmp"
+	"fmt"
+	"os"
+	"slices"
+	"strings"
+
+	"github.com/containerd/errdefs"
+
+	"github.com/flux-sandbox/flux-sandbox/internal/capacity"
+)
+
+// Volume is a volume of the pool.
+type Volume struct {
+	// ID is its handle.
+	ID, Name, TenantID string
+	Size               int64
+	Filesystem         capacity.Filesystem
+	Preallocated       bool
+}
+
+// Volumes lists the volumes by name.
+func (d *Driver) Volumes() ([]Volume, error) {
+	entries, err := os.ReadDir(d.config.Pool)
+	if err != nil {
+		return nil, fmt.Errorf("list the pool: %w", err)
+	}
+	var all []Volume
+	for _, e := range entries {
+		id, ok := strings.CutSuffix(e.Name(), recordSuffix)
+		if !ok || !validID.MatchString(id) {
+			continue
+		}
+		r, err := d.load(id)
+		if errdefs.IsNotFound(err) {
+			continue // deleted meanwhile
+		}
+		if err != nil {
+			return nil, err
+		}
+		all = append(all, r.volume(id))
+	}
+	slices.SortFunc(all, func(a, b Volume) int { return cmp.Compare(a.Name, b.Name) })
+	return all, nil
+}
+
+// Volume finds a volume by its name. The error of one that is not there is ErrNotFound.
+func (d *Driver) Volume(name string) (Volume, error) {
+	id := idOf(name)
+	r, err := d.load(id)
+	if err != nil {
+		return Volume{}, err
+	}
+	return r.volume(id), nil
+}
+
+func (r record) volume(id string) Volume {
+	return Volume{ID: id, Name: r.Name, TenantID: r.TenantID, Size: r.Size, Filesystem: r.Filesystem, Preallocated: r.Preallocated}
+}
