@@ -94,6 +94,8 @@ var disorders = []disorder{
 	{step: "volumes", killed: "detach/umount-lazy/after", scenario: "remove volumes"},
 	{step: "prepared", killed: "source/source-prepare/after", scenario: "add volumes"},
 	{step: "prepared", killed: "source/journal-releasing/after", scenario: "remove volumes"},
+	{step: "prepared", killed: "direct-publish/publish/after", scenario: "named volume"},
+	{step: "prepared", killed: "direct-release/unpublish/after", scenario: "named volume"},
 	{step: "sources", killed: "image-create/format/after", scenario: "add volumes"},
 	{step: "tasks", killed: "container/start/task/after", scenario: "create with volumes, delete"},
 	{step: "tasks", killed: "sandbox/journal-stopped/after", scenario: "pause and resume"},

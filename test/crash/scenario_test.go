@@ -66,6 +66,14 @@ var scenarios = []scenario{
 		steps:  []step{create(fullVictim), addDirectory, removeDirectory, removeBusy, removeBusyForced, remove},
 	},
 	{
+		// The CSI driver is in the server's process, and dies with it.
+		name: "named volume",
+		points: []string{"csi-create/*/*", "csi-image/*/*", "csi-device/*/*", "csi-publish/*/*", "csi-unpublish/*/*", "csi-delete/*/*",
+			"direct-publish/*/*", "direct-release/*/*", "source/*/*",
+			"2*direct-publish/publish/*", "2*csi-publish/mount/*", "2*direct-release/unpublish/*", "2*csi-unpublish/unmount/*"},
+		steps: []step{create(plainVictim), createNamed, addNamed, writeNamed, removeNamed, addNamed, readNamed, removeNamed, deleteNamed, remove},
+	},
+	{
 		name: "restart of the process",
 		points: []string{"container/delete-task/*/*", "2*container/create/task/*", "2*container/start/task/*",
 			"2*sandbox/journal-started/*", "4*attach/move/*", "4*attach/journal-mounted/*"},
@@ -258,6 +266,37 @@ var (
 	}}
 	removeBusyForced = step{"remove a volume in use by force", func(ctx context.Context, w *world) error {
 		return takeAway(ctx, w, "/busy", true, sandboxv1.RemoveSandVolumeResponse_LAZY, sandboxv1.RemoveSandVolumeResponse_ABSENT)
+	}}
+)
+
+// The named volume of a scenario.
+var (
+	createNamed = step{"make a named volume", func(ctx context.Context, w *world) error {
+		_, err := w.Named.CreateVolume(ctx, &sandboxv1.CreateVolumeRequest{Name: "kept", TenantId: tenant, Size: "16Mi"})
+		return err
+	}}
+	addNamed = step{"add the named volume", func(ctx context.Context, w *world) error {
+		added, err := w.Volumes.AddSandVolume(ctx, &sandboxv1.AddSandVolumeRequest{Sandbox: ref(victim),
+			Volume: &sandboxv1.DynamicVolume{VolumeType: "pvc", Source: "kept", Target: "/kept", SizeLimit: "16Mi"}})
+		if err == nil && added.GetVolume().GetPhase() != "Mounted" {
+			err = fmt.Errorf("added, but %s", added.GetVolume().GetPhase())
+		}
+		return err
+	}}
+	removeNamed = step{"remove the named volume", func(ctx context.Context, w *world) error {
+		return takeAway(ctx, w, "/kept", false, sandboxv1.RemoveSandVolumeResponse_DETACHED, sandboxv1.RemoveSandVolumeResponse_ABSENT)
+	}}
+	writeNamed = step{"write to the named volume", func(ctx context.Context, w *world) error {
+		c, err := w.task(ctx, victim)
+		if err == nil {
+			err = os.WriteFile(fmt.Sprintf("/proc/%d/root/kept/file", c.PID), []byte("kept"), 0o600)
+		}
+		return err
+	}}
+	readNamed   = step{"look for what was written", func(ctx context.Context, w *world) error { return w.has(ctx, "/kept/file") }}
+	deleteNamed = step{"delete the named volume", func(ctx context.Context, w *world) error {
+		_, err := w.Named.DeleteVolume(ctx, &sandboxv1.DeleteVolumeRequest{Name: "kept"})
+		return err
 	}}
 )
 

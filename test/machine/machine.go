@@ -45,6 +45,7 @@ type Machine struct {
 	Volumes   sandboxv1.SandboxVolumeServiceClient
 	Sandboxes sandboxv1.SandboxServiceClient
 	Images    sandboxv1.ImageServiceClient
+	Named     sandboxv1.VolumeServiceClient
 
 	conn   *grpc.ClientConn
 	server *exec.Cmd
@@ -88,6 +89,7 @@ volumes:
 		grpc.WithConnectParams(grpc.ConnectParams{MinConnectTimeout: patience}))
 	must(tb, err)
 	m.Volumes = sandboxv1.NewSandboxVolumeServiceClient(m.conn)
+	m.Named = sandboxv1.NewVolumeServiceClient(m.conn)
 	m.Sandboxes = sandboxv1.NewSandboxServiceClient(m.conn)
 	m.Images = sandboxv1.NewImageServiceClient(m.conn)
 	tb.Cleanup(func() { m.remove(tb) })
