@@ -142,13 +142,16 @@ func (s *namedService) DeleteVolume(ctx context.Context, req *sandboxv1.DeleteVo
 	return &sandboxv1.DeleteVolumeResponse{Deleted: deleted}, err
 }
 
-// naming are the names of the sandboxes that name a volume, in their spec or still in their status.
+// naming are the names of the sandboxes that name a volume in their spec, or still have it by their status.
 func naming(sandboxes []*v1alpha1.Sandbox, namespace, name string) []string {
 	var users []string
 	for _, sb := range sandboxes {
-		if sb.Namespace == namespace && slices.ContainsFunc(volumeRows(sb), func(row v1alpha1.VolumeStatus) bool {
-			return row.VolumeType == v1alpha1.VolumeTypePVC && row.Source == name
-		}) {
+		means := func(t v1alpha1.VolumeType, source string) bool { return t == v1alpha1.VolumeTypePVC && source == name }
+		if sb.Namespace == namespace && (slices.ContainsFunc(sb.Spec.DynamicVolumes, func(e v1alpha1.DynamicVolume) bool { return means(e.VolumeType, e.Source) }) ||
+			slices.ContainsFunc(sb.Status.Volumes, func(row v1alpha1.VolumeStatus) bool {
+				// One that failed is kept for its caller to read, and is no use.
+				return row.Phase != v1alpha1.VolumeFailed && means(row.VolumeType, row.Source)
+			})) {
 			users = append(users, sb.Name)
 		}
 	}

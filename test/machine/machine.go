@@ -276,7 +276,7 @@ func Build(tb testing.TB, failpoints bool) string {
 	build := exec.Command("go", "build", "-tags", tags, "-o", dir+"/", commands+"flux-sandbox")
 	out, err := build.CombinedOutput()
 	if err == nil {
-		build = exec.Command("go", "build", "-ldflags", "-s -w", "-o", dir+"/", commands+"flux-sandbox-init", commands+"flux-sandbox-logger")
+		build = exec.Command("go", "build", "-ldflags", "-s -w", "-o", dir+"/", commands+"flux-sandbox-init", commands+"flux-sandbox-logger", commands+"fluxctl")
 		build.Env = append(os.Environ(), "CGO_ENABLED=0")
 		out, err = build.CombinedOutput()
 	}

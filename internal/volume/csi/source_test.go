@@ -1,12 +1,14 @@
 package csi
 
 import (
+	"context"
 	"errors"
 	"os"
 	"path/filepath"
 	"runtime"
 	"testing"
 
+	csiv1 "github.com/container-storage-interface/spec/lib/go/csi"
 	"github.com/containerd/errdefs"
 	"golang.org/x/sys/unix"
 
@@ -222,4 +224,34 @@ func TestDriversAreChecked(t *testing.T) {
 		}
 	}
 	must(t, CheckDrivers([]Driver{ok}))
+}
+
+// Some drivers publish a directory of a filesystem that has others' data, too: such a volume has no size of its own, and
+// other mounts of that filesystem do not keep it.
+func TestADriverThatBindsADirectory(t *testing.T) {
+	w := newWorld(t)
+	data := t.TempDir()
+	must(t, os.MkdirAll(filepath.Join(data, "sub"), 0o755))
+	w.On(nodePublish, func(_ context.Context, r any, _ func() (any, error)) (any, error) {
+		target := r.(*csiv1.NodePublishVolumeRequest).GetTargetPath()
+		return &csiv1.NodePublishVolumeResponse{}, errors.Join(os.MkdirAll(target, 0o755), unix.Mount(data, target, "", unix.MS_BIND, ""))
+	})
+	w.On(nodeUnpublish, func(_ context.Context, r any, _ func() (any, error)) (any, error) {
+		target := r.(*csiv1.NodeUnpublishVolumeRequest).GetTargetPath()
+		return &csiv1.NodeUnpublishVolumeResponse{}, errors.Join(unix.Unmount(target, 0), os.Remove(target))
+	})
+	s := w.source(t, nil)
+	_, err := s.Prepare(ctxOf(t), request("v", func(r *volume.Request) { r.SizeLimitBytes = 1 << 60 }))
+	if fault.ReasonOf(err) != fault.LimitNotEnforced {
+		t.Errorf("a limit on a directory: %v", err)
+	}
+	p := prepare(t, s, request("v"))
+	if p.CapacityBytes != 0 || p.Limit != v1alpha1.LimitNone {
+		t.Errorf("prepared %+v", p)
+	}
+	tree, err := s.Tree(ctxOf(t), p, "sub")
+	must(t, err)
+	must(t, tree.Close())
+	// Every other namespace of the machine has the root filesystem.
+	must(t, s.Release(ctxOf(t), p))
 }
