@@ -8,6 +8,8 @@
 // it before it makes its own, so that no volume shows another's data. A record without its image is a damaged volume:
 // it stays until it is deleted, and is not published.
 //
+// A standalone server has the driver in its own process, and its volumes as named ones (Volumes, ParameterTenant).
+//
 // One process at a time has the pool (flock on the file "lock"). Within it one call at a time has a volume; another is
 // Aborted, as CSI wants it.
 //
