@@ -18,6 +18,7 @@ import (
 	"github.com/flux-sandbox/flux-sandbox/internal/agent"
 	"github.com/flux-sandbox/flux-sandbox/internal/agent/agenttest"
 	"github.com/flux-sandbox/flux-sandbox/internal/csidriver/csidrivertest"
+	"github.com/flux-sandbox/flux-sandbox/internal/pods/podstest"
 	"github.com/flux-sandbox/flux-sandbox/internal/volume/csi"
 )
 
@@ -27,15 +28,20 @@ const csiSize = 32 << 20
 func newCSINode(t *testing.T, volumes ...string) (*agenttest.Node, *csidrivertest.Driver) {
 	t.Helper()
 	d := csidrivertest.New(t)
-	n := agenttest.New(t, func(c *agent.Config) {
-		src, err := csi.New(csi.Config{Dir: filepath.Join(c.RunDir, "csi"), Drivers: []csi.Driver{{Name: csidrivertest.Name, Socket: d.Socket, NodeLocal: true}}})
-		must(t, err)
-		c.Sources[v1alpha1.VolumeTypePV] = src
-	})
+	n := agenttest.New(t, callsDriver(t, d))
 	for _, v := range volumes {
 		d.Create(t, v, csiSize)
 	}
 	return n, d
+}
+
+// callsDriver lets an agent call the driver.
+func callsDriver(t *testing.T, d *csidrivertest.Driver) func(*agent.Config) {
+	return func(c *agent.Config) {
+		src, err := csi.New(csi.Config{Dir: filepath.Join(c.RunDir, "csi"), Drivers: []csi.Driver{{Name: csidrivertest.Name, Socket: d.Socket, NodeLocal: true}}})
+		must(t, err)
+		c.Sources[v1alpha1.VolumeTypePV] = src
+	}
 }
 
 func csiVolume(handle, target string) agenttest.Volume {
@@ -106,6 +112,43 @@ func TestVolumeOfACSIDriver(t *testing.T) {
 	three.Shell(t, "grep -q hello /data/sub/f")
 	three.Delete(t)
 	released(t, n)
+}
+
+// A Pod's container has the volume before its first instruction, at every start, and it is published once for all of them.
+func TestVolumeOfACSIDriverInAPod(t *testing.T) {
+	d := csidrivertest.New(t)
+	n := newPodNode(t, callsDriver(t, d))
+	d.Create(t, "v", csiSize)
+	pod := n.env.Named(podstest.Pod{})
+	sb := n.sandboxOf(pod, "main")
+	v := csiVolume("v", "/data")
+	v.AtCreate = true
+	if r := sb.Attach(t, v); r.GetPhase() != "Prepared" || r.GetPath() != "Direct" {
+		t.Errorf("record %v", r)
+	}
+	pod.Run(t)
+	c := pod.Start(t, podstest.Container{Command: []string{"sh", "-c", "echo run >> /data/runs"}})
+	for i := range 3 {
+		if i > 0 {
+			c.Again(t)
+		}
+		if code := c.Wait(t); code != 0 {
+			t.Fatalf("start %d: exit code %d", i, code)
+		}
+	}
+	c.Command = []string{"sh", "-c", `test "$(cat /data/runs)" = "$(printf 'run\nrun\nrun')" && exec sleep 3600`}
+	c.Again(t)
+	agenttest.Eventually(t, "it runs", func() bool { return sb.State(t).GetPhase() == "Running" })
+	if v := sb.State(t).GetVolumes()[0]; v.GetPhase() != "Mounted" || v.GetAttached() != "BeforeStart" {
+		t.Errorf("volume %v", v)
+	}
+	if n := d.Calls("NodePublishVolume"); n != 1 {
+		t.Errorf("published %d times", n)
+	}
+	if r := sb.Detach(t, "/data", false); r.GetResult() != agentv1.DetachResponse_DETACHED {
+		t.Errorf("detach: %v", r)
+	}
+	released(t, n.Node)
 }
 
 func TestCSIVolumesThatCannotBe(t *testing.T) {

@@ -41,17 +41,21 @@ type Timeouts struct {
 	Look time.Duration
 	// Sweep is for all that a Sweep undoes.
 	Sweep time.Duration
+	// Held is for other mount namespaces to let go of a volume: one that is just being made for a container has a copy of
+	// all mounts for milliseconds.
+	Held time.Duration
 }
 
 // DefaultTimeouts are those of a driver that kubelet calls, where kubelet has one.
-var DefaultTimeouts = Timeouts{Ask: 15 * time.Second, Publish: 2 * time.Minute, Unpublish: 2 * time.Minute, Look: 30 * time.Second, Sweep: 10 * time.Second}
+var DefaultTimeouts = Timeouts{Ask: 15 * time.Second, Publish: 2 * time.Minute, Unpublish: 2 * time.Minute, Look: 30 * time.Second, Sweep: 10 * time.Second,
+	Held: 2 * time.Second}
 
 func (t Timeouts) withDefaults() Timeouts {
 	for _, f := range []struct {
 		to *time.Duration
 		d  time.Duration
 	}{{&t.Ask, DefaultTimeouts.Ask}, {&t.Publish, DefaultTimeouts.Publish}, {&t.Unpublish, DefaultTimeouts.Unpublish},
-		{&t.Look, DefaultTimeouts.Look}, {&t.Sweep, DefaultTimeouts.Sweep}} {
+		{&t.Look, DefaultTimeouts.Look}, {&t.Sweep, DefaultTimeouts.Sweep}, {&t.Held, DefaultTimeouts.Held}} {
 		if *f.to == 0 {
 			*f.to = f.d
 		}

@@ -110,28 +110,63 @@ func (w *world) state(t testing.TB) []string {
 }
 
 func TestConformance(t *testing.T) {
-	for name, local := range map[string]bool{"node-local": true, "by helper": false} {
-		t.Run(name, func(t *testing.T) {
-			sourcetest.Run(t, func(t testing.TB) sourcetest.Harness {
-				w := newWorld(t)
-				w.local = local
-				return sourcetest.Harness{
-					New:      func(faults *sourcetest.Faults) volume.Source { return w.source(t, faults) },
-					Request:  request("v", func(r *volume.Request) { r.SizeLimitBytes = volumeSize }),
-					Populate: populate,
-					Refused: map[string]sourcetest.Refusal{
-						"another driver": {Reason: fault.SourceDenied, Request: request("v", func(r *volume.Request) { r.CSI.Driver = "other" })},
-						"no volume":      {Reason: fault.InvalidSource, Request: request("", func(*volume.Request) {})},
-						"no CSI":         {Reason: fault.InvalidSource, Request: request("v", func(r *volume.Request) { r.CSI = nil })},
-						"one Pod's":      {Reason: fault.InvalidSource, Request: request("v", func(r *volume.Request) { r.CSI.AccessMode = "ReadWriteOncePod" })},
-						"read-only mode": {Reason: fault.ModeDenied, Request: request("v", func(r *volume.Request) { r.CSI.AccessMode = readOnlyMany })},
-						"read-only":      {Reason: fault.ModeDenied, Request: request("v", func(r *volume.Request) { r.CSI.ReadOnly = true })},
-					},
-					State: w.state,
-				}
-			})
-		})
+	sourcetest.Run(t, func(t testing.TB) sourcetest.Harness {
+		w := newWorld(t)
+		return sourcetest.Harness{
+			New:      func(faults *sourcetest.Faults) volume.Source { return w.source(t, faults) },
+			Request:  request("v", func(r *volume.Request) { r.SizeLimitBytes = volumeSize }),
+			Populate: populate,
+			Refused: map[string]sourcetest.Refusal{
+				"another driver": {Reason: fault.SourceDenied, Request: request("v", func(r *volume.Request) { r.CSI.Driver = "other" })},
+				"no volume":      {Reason: fault.InvalidSource, Request: request("")},
+				"no CSI":         {Reason: fault.InvalidSource, Request: request("v", func(r *volume.Request) { r.CSI = nil })},
+				"one Pod's":      {Reason: fault.InvalidSource, Request: request("v", func(r *volume.Request) { r.CSI.AccessMode = "ReadWriteOncePod" })},
+				"read-only mode": {Reason: fault.ModeDenied, Request: request("v", func(r *volume.Request) { r.CSI.AccessMode = readOnlyMany })},
+				"read-only":      {Reason: fault.ModeDenied, Request: request("v", func(r *volume.Request) { r.CSI.ReadOnly = true })},
+			},
+			State: w.state,
+		}
+	})
+}
+
+// A filesystem of a driver that is not known to be of this node's disks is touched by another process only.
+func TestForeignFilesystemsAreTouchedByAHelper(t *testing.T) {
+	w := newWorld(t)
+	w.local = false
+	s := w.source(t, nil)
+	s.sys = helpers{s.sys, t}
+	p := prepare(t, s, request("v", func(r *volume.Request) { r.SizeLimitBytes = volumeSize }))
+	populate(t, p)
+	for subPath, ok := range map[string]bool{"": true, "sub": true, "missing": false, "link": false} {
+		tree, err := s.Tree(ctxOf(t), p, subPath)
+		if (err == nil) != ok || !ok && !fault.IsPermanent(err) {
+			t.Errorf("%q: %v", subPath, err)
+		}
+		if err == nil {
+			must(t, tree.Close())
+		}
 	}
+	released(t, s, p)
+}
+
+// helpers fails a test in which this process touches a volume's filesystem.
+type helpers struct {
+	system
+	t *testing.T
+}
+
+func (h helpers) Clone(ctx context.Context, path string, id mount.Identity, subPath string, helper bool) (*mount.Tree, error) {
+	if !helper {
+		h.t.Error("cloned without a helper")
+	}
+	return h.system.Clone(ctx, path, id, subPath, helper)
+}
+
+func (h helpers) Size(ctx context.Context, tree *mount.Tree, helper bool) (int64, error) {
+	if !helper {
+		h.t.Error("asked for the size without a helper")
+	}
+	return h.system.Size(ctx, tree, helper)
 }
 
 func populate(t testing.TB, p volume.Prepared) {

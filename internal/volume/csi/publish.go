@@ -124,7 +124,7 @@ func (s *Source) limit(ctx context.Context, r volume.Request, d Driver, rec reco
 // failed too.
 func (s *Source) undo(ctx context.Context, r volume.Request, d Driver, cause error) error {
 	// The caller's end is no reason to leave it.
-	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), s.config.Timeouts.Unpublish)
+	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), s.config.Timeouts.Held+s.config.Timeouts.Unpublish)
 	defer cancel()
 	if err := s.release(ctx, r.Key, s.begun(r, d)); err != nil {
 		return unfinished{cause: cause, undo: err}

@@ -7,6 +7,7 @@ import (
 	"slices"
 	"strings"
 	"sync"
+	"time"
 
 	csiv1 "github.com/container-storage-interface/spec/lib/go/csi"
 	"github.com/containerd/errdefs"
@@ -70,7 +71,10 @@ func (s *Source) release(ctx context.Context, key string, want record) error {
 	return failpoint.Step(releaseSteps, "forget", func() error { return s.sys.Forget(s.dir(key)) })
 }
 
-// checkUnused refuses to unpublish what other mount namespaces have.
+// heldPoll is how often it is looked whether other mount namespaces have let go of a volume.
+const heldPoll = 20 * time.Millisecond
+
+// checkUnused refuses to unpublish what other mount namespaces have, and do not let go of soon.
 func (s *Source) checkUnused(ctx context.Context, rec record, at mount.Info, there bool) error {
 	var match mount.Match
 	switch {
@@ -82,9 +86,20 @@ func (s *Source) checkUnused(ctx context.Context, rec record, at mount.Info, the
 	default:
 		return nil
 	}
-	held, err := s.sys.HeldElsewhere(ctx, match, at)
-	if err != nil || len(held) == 0 {
-		return err
+	waiting, cancel := context.WithTimeout(ctx, s.config.Timeouts.Held)
+	defer cancel()
+	ticker := time.NewTicker(heldPoll)
+	defer ticker.Stop()
+	var held []mount.NamespaceRef
+	for waiting.Err() == nil {
+		var err error
+		if held, err = s.sys.HeldElsewhere(ctx, match, at); err != nil || len(held) == 0 {
+			return err
+		}
+		select {
+		case <-ticker.C:
+		case <-waiting.Done():
+		}
 	}
 	return fault.New(errdefs.ErrUnavailable, fault.Busy, "%d mount namespaces of the node still have it (%s): it is tried again when they have ended or unmounted it",
 		len(held), processes(held))

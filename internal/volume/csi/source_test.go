@@ -33,7 +33,7 @@ func TestPublishedOnceForAll(t *testing.T) {
 	if fault.ReasonOf(err) != fault.Conflict || errdefs.IsFailedPrecondition(err) {
 		t.Errorf("with other mount options: %v", err)
 	}
-	must(t, s.Release(ctxOf(t), p))
+	released(t, s, p)
 	if n := w.Calls(nodeUnpublish); n != 1 {
 		t.Errorf("unpublished %d times", n)
 	}
@@ -56,7 +56,7 @@ func TestAPublishThatWasCutOff(t *testing.T) {
 			if n := w.Calls(nodePublish); n != 2 {
 				t.Errorf("published %d times", n)
 			}
-			must(t, s.Release(ctxOf(t), p))
+			released(t, s, p)
 		},
 		"is taken away for other terms": func(t *testing.T, w *world, s *Source, _ volume.Prepared) {
 			p := prepare(t, s, request("v", func(r *volume.Request) { r.CSI.MountOptions = []string{"noexec"} }))
@@ -64,16 +64,16 @@ func TestAPublishThatWasCutOff(t *testing.T) {
 			if err != nil || !there || !info.NoExec || w.Calls(nodeUnpublish) != 1 {
 				t.Errorf("%+v, %t, %v", info, there, err)
 			}
-			must(t, s.Release(ctxOf(t), p))
+			released(t, s, p)
 		},
-		"is released": func(t *testing.T, _ *world, s *Source, left volume.Prepared) { must(t, s.Release(ctxOf(t), left)) },
+		"is released": func(t *testing.T, _ *world, s *Source, left volume.Prepared) { released(t, s, left) },
 		"is swept":    func(t *testing.T, _ *world, s *Source, _ volume.Prepared) { must(t, s.Sweep(ctxOf(t), nil)) },
 		"is left if known": func(t *testing.T, w *world, s *Source, left volume.Prepared) {
 			must(t, s.Sweep(ctxOf(t), []volume.Prepared{left}))
 			if n := w.Calls(nodeUnpublish); n != 0 {
 				t.Errorf("unpublished %d times", n)
 			}
-			must(t, s.Release(ctxOf(t), left))
+			released(t, s, left)
 		},
 	} {
 		t.Run(name, func(t *testing.T) {
@@ -115,7 +115,7 @@ func TestAMountThatIsGoneIsNoSource(t *testing.T) {
 		tree.Close()
 		t.Error("the old record was good for the new mount")
 	}
-	must(t, s.Release(ctxOf(t), p))
+	released(t, s, p)
 }
 
 // namespace is a mount namespace of a thread, in which the node's mounts are copied with a propagation.
@@ -149,6 +149,7 @@ func TestReleaseWaitsForOtherNamespaces(t *testing.T) {
 	t.Cleanup(func() { must(t, unix.Unmount(w.dir, unix.MNT_DETACH)) })
 	must(t, unix.Mount("", w.dir, "", unix.MS_SHARED, ""))
 	s := w.source(t, nil)
+	s.config.Timeouts.Held = short
 	p := prepare(t, s, request("v"))
 	follower := namespace(t, unix.MS_SLAVE)
 	holder := namespace(t, unix.MS_PRIVATE)
@@ -189,7 +190,7 @@ func TestLimits(t *testing.T) {
 	if p := prepare(t, s, request("v", small, func(r *volume.Request) { r.BestEffort = true })); p.Limit != v1alpha1.LimitBestEffort {
 		t.Errorf("best effort: %+v", p)
 	}
-	must(t, s.Release(ctxOf(t), p))
+	released(t, s, p)
 	// A volume that was published for the refused request is unpublished.
 	if _, err := s.Prepare(ctxOf(t), request("v", small)); fault.ReasonOf(err) != fault.LimitNotEnforced || errors.Is(err, volume.ErrUnfinished) {
 		t.Error(err)
@@ -211,7 +212,7 @@ func TestDataInThePlaceIsKept(t *testing.T) {
 		t.Error("released")
 	}
 	must(t, os.Remove(file))
-	must(t, s.Release(ctxOf(t), p))
+	released(t, s, p)
 }
 
 func TestDriversAreChecked(t *testing.T) {
@@ -253,5 +254,5 @@ func TestADriverThatBindsADirectory(t *testing.T) {
 	must(t, err)
 	must(t, tree.Close())
 	// Every other namespace of the machine has the root filesystem.
-	must(t, s.Release(ctxOf(t), p))
+	released(t, s, p)
 }
