@@ -59,7 +59,7 @@ func named(ctx context.Context, namespace, name string) (string, error) {
 	if problems := validation.IsDNS1123Label(namespace); len(problems) > 0 {
 		return "", fault.New(errdefs.ErrInvalidArgument, fault.InvalidName, "namespace %q: %s", namespace, strings.Join(problems, "; "))
 	}
-	if problems := validation.IsDNS1123Subdomain(name); len(problems) > 0 {
+	if problems := validation.IsDNS1123Label(name); len(problems) > 0 {
 		return "", fault.New(errdefs.ErrInvalidArgument, fault.InvalidName, "volume name %q: %s", name, strings.Join(problems, "; "))
 	}
 	return namespace, nil

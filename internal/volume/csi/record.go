@@ -53,7 +53,8 @@ func parseDetails(p volume.Prepared) (details, error) {
 	return d, nil
 }
 
-// termsOf are a volume's terms. Secrets may change while it is published.
+// termsOf are a volume's terms. Secrets may change while it is published. A field that is added to CSIVolume must be left
+// out of its JSON when it is empty, or what is published when the agent is updated has other terms.
 func termsOf(v *volume.CSIVolume) string {
 	terms := *v
 	terms.Secrets, terms.NeedsSecrets = nil, false

@@ -118,6 +118,18 @@ func TestAMountThatIsGoneIsNoSource(t *testing.T) {
 	released(t, s, p)
 }
 
+// What was published by a driver that is not configured any more is unpublished by it all the same.
+func TestADriverThatWasTakenOffTheList(t *testing.T) {
+	w := newWorld(t)
+	p := prepare(t, w.source(t, nil), request("v"))
+	s, err := New(Config{Dir: w.dir})
+	must(t, err)
+	if _, err := s.Prepare(ctxOf(t), request("v")); fault.ReasonOf(err) != fault.SourceDenied {
+		t.Errorf("prepared: %v", err)
+	}
+	released(t, s, p)
+}
+
 // namespace is a mount namespace of a thread, in which the node's mounts are copied with a propagation.
 func namespace(t testing.TB, propagation uintptr) (end func()) {
 	t.Helper()
