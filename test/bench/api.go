@@ -77,8 +77,12 @@ func (c *apiClient) init(uid string) int {
 func (c *apiClient) pairs(name, uid string, n int) (attach, detach samples) {
 	source := c.m.TenantDir(c, "t1", "data")
 	c.must(os.WriteFile(filepath.Join(source, "visible"), nil, 0o644))
-	v := &sandboxv1.DynamicVolume{VolumeType: "local", Source: source, Target: "/bench"}
-	seen := fmt.Sprintf("/proc/%d/root/bench/visible", c.init(uid))
+	return c.pairsOf(name, uid, &sandboxv1.DynamicVolume{VolumeType: "local", Source: source, Target: "/bench"}, "visible", n)
+}
+
+// pairsOf is pairs of a volume in which there is a file.
+func (c *apiClient) pairsOf(name, uid string, v *sandboxv1.DynamicVolume, file string, n int) (attach, detach samples) {
+	seen := fmt.Sprintf("/proc/%d/root%s/%s", c.init(uid), v.Target, file)
 	for range n {
 		attach.add(func() {
 			c.attach(name, v)
@@ -109,6 +113,29 @@ func benchAPI(p *program, r *report, s sizes) {
 	r.times("API: detach", detach, "write and fdatasync", synced)
 	figure := attach.median()
 	r.budget("attach until visible in the sandbox, through gRPC, standalone", "p50 ≤ 3 ms", span(figure), figure <= apiBudget)
+	c.namedVolumes(r, s, uid, attach)
+}
+
+// namedVolumes measures volumes of the built-in CSI driver: one that is published for another user already, and one that
+// each attach publishes and each detach has unpublished.
+func (c *apiClient) namedVolumes(r *report, s sizes, uid string, local samples) {
+	_, err := c.m.Named.CreateVolume(c.Context(), &sandboxv1.CreateVolumeRequest{Name: "bench", TenantId: "t1", Size: "64Mi"})
+	c.must(err)
+	v := func(target string) *sandboxv1.DynamicVolume {
+		return &sandboxv1.DynamicVolume{VolumeType: "pvc", Source: "bench", Target: target}
+	}
+	c.attach("one", v("/kept"))
+	c.must(os.WriteFile(fmt.Sprintf("/proc/%d/root/kept/visible", c.init(uid)), nil, 0o644))
+	attach, detach := c.pairsOf("one", uid, v("/named"), "visible", s.apiPairs)
+	r.times("API: attach of a named volume that is published", attach, "a directory", local)
+	r.times("API: detach of it", detach, "", nil)
+	r.budget("attach of a published PVC, standalone", "p50 ≤ 3 ms", span(attach.median()), attach.median() <= apiBudget)
+	c.detach("one", "/kept")
+	first, last := c.pairsOf("one", uid, v("/named"), "visible", max(s.apiPairs/10, 5))
+	r.times("API: attach of a named volume, published for it", first, "published before", attach)
+	r.times("API: detach of its last user, the release goes on", last, "", nil)
+	_, err = c.m.Named.DeleteVolume(c.Context(), &sandboxv1.DeleteVolumeRequest{Name: "bench"})
+	c.must(err)
 }
 
 // inParallel calls f for 0 ≤ i < n, a few at a time. A fatal error of f ends the part once all have ended.

@@ -8,7 +8,8 @@
 //	engine     the bare system calls of an attach and a detach, on a thread that stays in a real sandbox's mount namespace,
 //	           against the agent: inside its server, and through its socket
 //	create     a bare containerd create and start, the agent's, and the server's API, in turns
-//	api        attach and detach through the API of the shipped server, against a synced write to its state folder
+//	api        attach and detach through the API of the shipped server, against a synced write to its state folder; of named
+//	           volumes, against a directory
 //	fleet      the same with 1, 10, 100 sandboxes; then memory, threads and goroutines with all their volumes; recovery
 //	placement  the scheduler's decision, from its Go benchmark
 //	cluster    attach and detach through the API server of the local cluster, if it runs ("make cluster-up deploy"), against
