@@ -71,7 +71,8 @@ func (s *Source) release(ctx context.Context, key string, want record) error {
 	return failpoint.Step(releaseSteps, "forget", func() error { return s.sys.Forget(s.dir(key)) })
 }
 
-// heldPoll is how often it is looked whether other mount namespaces have let go of a volume.
+// heldPoll is after what time it is looked again whether other mount namespaces have let go of a volume; doubled from look
+// to look, as each looks through all namespaces of the node.
 const heldPoll = 20 * time.Millisecond
 
 // checkUnused refuses to unpublish what other mount namespaces have, and do not let go of soon.
@@ -88,21 +89,21 @@ func (s *Source) checkUnused(ctx context.Context, rec record, at mount.Info, the
 	}
 	waiting, cancel := context.WithTimeout(ctx, s.config.Timeouts.Held)
 	defer cancel()
-	ticker := time.NewTicker(heldPoll)
-	defer ticker.Stop()
-	var held []mount.NamespaceRef
-	for waiting.Err() == nil {
-		var err error
-		if held, err = s.sys.HeldElsewhere(ctx, match, at); err != nil || len(held) == 0 {
+	for delay := heldPoll; ; delay *= 2 {
+		held, err := s.sys.HeldElsewhere(ctx, match, at)
+		if err != nil || len(held) == 0 {
 			return err
 		}
+		timer := time.NewTimer(delay)
 		select {
-		case <-ticker.C:
+		case <-timer.C:
+			continue
 		case <-waiting.Done():
 		}
+		timer.Stop()
+		return fault.New(errdefs.ErrUnavailable, fault.Busy,
+			"%d mount namespaces of the node still have it (%s): it is tried again when they have ended or unmounted it", len(held), processes(held))
 	}
-	return fault.New(errdefs.ErrUnavailable, fault.Busy, "%d mount namespaces of the node still have it (%s): it is tried again when they have ended or unmounted it",
-		len(held), processes(held))
 }
 
 // processes names some of the processes in the namespaces.
