@@ -1,11 +1,15 @@
 package agent_test
 
 import (
+	"bytes"
 	"context"
+	"io/fs"
+	"log/slog"
 	"os"
 	"path/filepath"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"testing"
 
 	csiv1 "github.com/container-storage-interface/spec/lib/go/csi"
@@ -149,6 +153,69 @@ func TestVolumeOfACSIDriverInAPod(t *testing.T) {
 		t.Errorf("detach: %v", r)
 	}
 	released(t, n.Node)
+}
+
+func TestUsageOfAVolumeOfACSIDriver(t *testing.T) {
+	d := csidrivertest.New(t)
+	d.Create(t, "v", csiSize)
+	n, registry := usageNode(t, callsDriver(t, d))
+	sb := n.Run(t, agenttest.Sandbox{Tenant: "t1"})
+	sb.Attach(t, csiVolume("v", "/data"))
+	got := scrape(t, registry)
+	if size := got["/data size_bytes"]; size < csiSize/2 || size > csiSize || got["/data inodes"] <= 0 || got["flux_agent_volumes_usage_unknown"] != 0 {
+		t.Errorf("%v", got)
+	}
+	if _, ok := got["/data written_bytes_total"]; !ok {
+		t.Errorf("no traffic of its device: %v", got)
+	}
+	sb.Delete(t)
+	released(t, n)
+}
+
+// A secret gets to the driver, and is in no file of the agent and in no line of its log.
+func TestSecretsOfACSIVolumeAreKeptNowhere(t *testing.T) {
+	const canary = "canary-41d7"
+	d := csidrivertest.New(t)
+	d.Create(t, "v", csiSize)
+	var log bytes.Buffer
+	n := agenttest.New(t, func(c *agent.Config) {
+		callsDriver(t, d)(c)
+		c.Log = slog.New(slog.NewJSONHandler(&log, &slog.HandlerOptions{Level: slog.LevelDebug}))
+	})
+	var told atomic.Value
+	d.On("NodePublishVolume", func(_ context.Context, r any, next func() (any, error)) (any, error) {
+		told.Store(r.(*csiv1.NodePublishVolumeRequest).GetSecrets()["password"])
+		return next()
+	})
+	sb := n.Run(t, agenttest.Sandbox{Tenant: "t1"})
+	v := csiVolume("v", "/data")
+	v.CSI.Secrets = map[string]string{"password": canary}
+	sb.Attach(t, v)
+	if told.Load() != canary {
+		t.Errorf("the driver was told %v", told.Load())
+	}
+	must(t, filepath.WalkDir(n.RunDir(), func(path string, e fs.DirEntry, err error) error {
+		switch {
+		case err != nil:
+			return err
+		case e.IsDir() && e.Name() == "mount":
+			return fs.SkipDir
+		case e.Type().IsRegular():
+			if data, err := os.ReadFile(path); err != nil || bytes.Contains(data, []byte(canary)) {
+				t.Errorf("%s has it (%v)", path, err)
+			}
+		}
+		return nil
+	}))
+	n.Restart(t)
+	other := csiVolume("v", "/other") // what is published needs no secrets
+	sb.Attach(t, other)
+	sb.Delete(t)
+	released(t, n)
+	n.Stop(t)
+	if strings.Contains(log.String(), canary) {
+		t.Error("the log has it")
+	}
 }
 
 func TestCSIVolumesThatCannotBe(t *testing.T) {
