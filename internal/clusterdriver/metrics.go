@@ -31,13 +31,13 @@ func (p *process) measure() {
 		gauge("flux_csi_pool_available_bytes", "What can be promised to new volumes, with the overcommit.",
 			space(func(_, _, available int64) int64 { return available })),
 		gauge("flux_csi_volumes", "Volumes in the pool.", func() (int64, error) {
-			ids, err := p.driver.Volumes()
+			ids, err := p.driver.IDs()
 			return int64(len(ids)), err
 		}),
 	)
 	if p.provisioner != nil {
 		p.registry.MustRegister(gauge("flux_csi_volumes_unclaimed", "Volumes in the pool that no PersistentVolume names.", func() (int64, error) {
-			ids, err := p.driver.Volumes()
+			ids, err := p.driver.IDs()
 			return int64(p.provisioner.Unclaimed(ids)), err
 		}))
 	}

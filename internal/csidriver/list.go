@@ -21,18 +21,29 @@ type Volume struct {
 	Preallocated       bool
 }
 
-// Volumes lists the volumes by name.
-func (d *Driver) Volumes() ([]Volume, error) {
+// IDs are the handles of the volumes in the pool, sorted.
+func (d *Driver) IDs() ([]string, error) {
 	entries, err := os.ReadDir(d.config.Pool)
 	if err != nil {
 		return nil, fmt.Errorf("list the pool: %w", err)
 	}
-	var all []Volume
+	var ids []string
 	for _, e := range entries {
-		id, ok := strings.CutSuffix(e.Name(), recordSuffix)
-		if !ok || !validID.MatchString(id) {
-			continue
+		if id, ok := strings.CutSuffix(e.Name(), recordSuffix); ok && validID.MatchString(id) {
+			ids = append(ids, id)
 		}
+	}
+	return ids, nil
+}
+
+// Volumes lists the volumes by name.
+func (d *Driver) Volumes() ([]Volume, error) {
+	ids, err := d.IDs()
+	if err != nil {
+		return nil, err
+	}
+	var all []Volume
+	for _, id := range ids {
 		r, err := d.load(id)
 		if errdefs.IsNotFound(err) {
 			continue // deleted meanwhile

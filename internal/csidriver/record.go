@@ -113,21 +113,6 @@ func (d *Driver) forget(id string) error {
 	return nil
 }
 
-// Volumes are the ids of the volumes in the pool, sorted.
-func (d *Driver) Volumes() ([]string, error) {
-	entries, err := os.ReadDir(d.config.Pool)
-	if err != nil {
-		return nil, fmt.Errorf("list the pool: %w", err)
-	}
-	var ids []string
-	for _, e := range entries {
-		if id, ok := strings.CutSuffix(e.Name(), recordSuffix); ok && validID.MatchString(id) {
-			ids = append(ids, id)
-		}
-	}
-	return ids, nil
-}
-
 // Space is what the pool's filesystem has free, how much of that its volumes were promised and do not use yet, and how much
 // can be promised to new ones; in bytes.
 func (d *Driver) Space() (free, promised, available int64, err error) {
