@@ -41,8 +41,10 @@ const (
 	stateDir   = "/var/lib/flux-localcluster/flux-sandbox"
 	volumesDir = "/var/lib/flux-localcluster/volumes"
 	poolDir    = "/var/lib/flux-localcluster/csi"
-	cgroupDir  = "flux-localcluster/flux-sandbox"
-	patience   = 90 * time.Second
+	// publishedDir has what the agent had CSI drivers publish.
+	publishedDir = "/run/flux-localcluster/flux-sandbox/csi/"
+	cgroupDir    = "flux-localcluster/flux-sandbox"
+	patience     = 90 * time.Second
 )
 
 var (

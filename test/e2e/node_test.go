@@ -23,7 +23,7 @@ func nodeState(t *testing.T) state {
 	t.Helper()
 	s := state{}
 	for line := range strings.Lines(read(t, "/proc/self/mountinfo")) {
-		if fields := strings.Fields(line); strings.Contains(line, "flux-localcluster/volumes") || strings.HasPrefix(fields[4], "/var/lib/flux-localcluster/") && strings.Contains(fields[4], "/kubernetes.io~csi/") || strings.Contains(line, "/run/flux-localcluster/containerd/") && strings.Contains(line, "/flux-sandbox/") {
+		if fields := strings.Fields(line); strings.HasPrefix(fields[4], publishedDir) || strings.Contains(line, "flux-localcluster/volumes") || strings.HasPrefix(fields[4], "/var/lib/flux-localcluster/") && strings.Contains(fields[4], "/kubernetes.io~csi/") || strings.Contains(line, "/run/flux-localcluster/containerd/") && strings.Contains(line, "/flux-sandbox/") {
 			s = append(s, "mount "+fields[4])
 		}
 	}
@@ -36,7 +36,7 @@ func nodeState(t *testing.T) state {
 		stateDir + "/sandboxes/*", "/run/flux-localcluster/flux-sandbox/containers/*", "/run/flux-localcluster/runc/flux-sandbox/*",
 		"/run/flux-localcluster/containerd/io.containerd.runtime.v2.task/flux-sandbox/*",
 		"/sys/fs/cgroup/" + cgroupDir + "/*/", "/sys/fs/cgroup/*/" + cgroupDir + "/*/", volumesDir + "/*/*",
-		poolDir + "/*.img", poolDir + "/*.json",
+		poolDir + "/*.img", poolDir + "/*.json", publishedDir + "*",
 	} {
 		found, err := filepath.Glob(pattern)
 		must(t, err)
