@@ -41,6 +41,7 @@ const (
 	stateDir   = "/var/lib/flux-localcluster/flux-sandbox"
 	volumesDir = "/var/lib/flux-localcluster/volumes"
 	poolDir    = "/var/lib/flux-localcluster/csi"
+	auditLog   = "/var/lib/flux-localcluster/log/audit.log"
 	// publishedDir has what the agent had CSI drivers publish.
 	publishedDir = "/run/flux-localcluster/flux-sandbox/csi/"
 	cgroupDir    = "flux-localcluster/flux-sandbox"

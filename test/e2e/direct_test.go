@@ -1,12 +1,14 @@
 package e2e
 
 import (
+	"encoding/json"
 	"fmt"
 	"os"
 	"path/filepath"
 	"slices"
 	"strings"
 	"testing"
+	"time"
 
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
@@ -35,6 +37,24 @@ func (c *cluster) bound(names ...string) {
 	}
 	c.podWith("binder", nil, names...)
 	c.deletePod("binder")
+}
+
+// callsSince counts our programs' calls in the audit log from an offset, but for leases and the watches themselves.
+func callsSince(t *testing.T, from int64) map[string]int {
+	t.Helper()
+	counts := map[string]int{}
+	for line := range strings.Lines(read(t, auditLog)[from:]) {
+		var e struct {
+			UserAgent, Verb string
+			ObjectRef       struct{ Resource, Subresource string }
+		}
+		if json.Unmarshal([]byte(line), &e) != nil || !strings.HasPrefix(e.UserAgent, "flux-") || e.ObjectRef.Resource == "leases" || e.Verb == "watch" {
+			continue
+		}
+		program, _, _ := strings.Cut(e.UserAgent, " ")
+		counts[program+" "+e.Verb+" "+e.ObjectRef.Resource+" "+e.ObjectRef.Subresource]++
+	}
+	return counts
 }
 
 func claim(name, target string) v1alpha1.DynamicVolume {
@@ -170,7 +190,8 @@ func TestClaimsWhileTheNodesProgramsAreReplaced(t *testing.T) {
 	c.systemReady()
 }
 
-// Fifty claims of one node are provisioned and attached at once.
+// Fifty claims of one node are provisioned and attached at once. For two minutes then, nobody of ours asks the API server for
+// anything.
 func TestFiftyClaimsAtOnce(t *testing.T) {
 	c := open(t)
 	var names []string
@@ -194,6 +215,11 @@ func TestFiftyClaimsAtOnce(t *testing.T) {
 	}
 	if p := published(t); len(p) != len(names) {
 		t.Errorf("%d are published", len(p))
+	}
+	from := int64(len(read(t, auditLog)))
+	<-time.After(2 * time.Minute)
+	for call, n := range callsSince(t, from) {
+		t.Errorf("%d calls in steady state: %s", n, call)
 	}
 	c.deleteAll(t.Context())
 	for _, n := range names {
