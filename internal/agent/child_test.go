@@ -118,5 +118,4 @@ func (p *podNode) awaitChild(t *testing.T, cmd *exec.Cmd, ready string) {
 	t.Helper()
 	must(t, cmd.Start())
 	agenttest.Eventually(t, "the agent's process serves", func() bool { _, err := os.Stat(ready); return err == nil })
-	p.Reconnect()
 }

@@ -17,6 +17,7 @@ import (
 	"time"
 
 	"google.golang.org/grpc"
+	"google.golang.org/grpc/backoff"
 	"google.golang.org/grpc/credentials/insecure"
 	healthv1 "google.golang.org/grpc/health/grpc_health_v1"
 
@@ -86,7 +87,8 @@ volumes:
 	m.log, err = os.Create(filepath.Join(dir, "flux-sandbox.log"))
 	must(tb, err)
 	m.conn, err = grpc.NewClient("unix://"+dir+"/run/flux-sandbox.sock", grpc.WithTransportCredentials(insecure.NewCredentials()),
-		grpc.WithConnectParams(grpc.ConnectParams{MinConnectTimeout: patience}))
+		grpc.WithConnectParams(grpc.ConnectParams{MinConnectTimeout: patience,
+			Backoff: backoff.Config{BaseDelay: 5 * time.Millisecond, Multiplier: 1.5, MaxDelay: 20 * time.Millisecond}}))
 	must(tb, err)
 	m.Volumes = sandboxv1.NewSandboxVolumeServiceClient(m.conn)
 	m.Named = sandboxv1.NewVolumeServiceClient(m.conn)
@@ -144,7 +146,6 @@ func (m *Machine) AwaitReady(tb testing.TB) bool {
 	ctx, cancel := context.WithTimeout(context.Background(), patience)
 	defer cancel()
 	health := healthv1.NewHealthClient(m.conn)
-	m.conn.ResetConnectBackoff()
 	ticker := time.NewTicker(5 * time.Millisecond)
 	defer ticker.Stop()
 	for {
@@ -159,7 +160,6 @@ func (m *Machine) AwaitReady(tb testing.TB) bool {
 			if err == nil && r.GetStatus() == healthv1.HealthCheckResponse_SERVING {
 				return true
 			}
-			m.conn.ResetConnectBackoff()
 		}
 	}
 }

@@ -120,9 +120,6 @@ func (n *Node) RunDir() string { return n.run }
 // Socket is in RunDir.
 func (n *Node) Socket() string { return filepath.Join(n.run, "agent.sock") }
 
-// Reconnect has Client try again at once.
-func (n *Node) Reconnect() { n.conn.ResetConnectBackoff() }
-
 // Start opens the agent and serves it.
 func (n *Node) Start(tb testing.TB) {
 	tb.Helper()
@@ -147,7 +144,6 @@ func (n *Node) Start(tb testing.TB) {
 	server := n.server
 	go func() { _ = server.Serve(l) }() // ends with Stop
 	if n.conn != nil {
-		n.conn.ResetConnectBackoff()
 		return
 	}
 	// One connection for all agents that come after each other, so that clients may go on during a restart.

@@ -12,6 +12,7 @@ import (
 	"github.com/containerd/errdefs"
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/backoff"
+	"google.golang.org/grpc/connectivity"
 	"google.golang.org/grpc/credentials"
 	"google.golang.org/grpc/keepalive"
 	discoveryv1 "k8s.io/api/discovery/v1"
@@ -226,10 +227,11 @@ func (a *Agents) putSlice(o any) {
 		if p == nil {
 			continue
 		}
-		if p.address == address && p.conn != nil {
-			p.conn.ResetConnectBackoff() // a new Pod at the old address, as with the host's network
+		if p.address == address && p.conn != nil && p.conn.GetState() != connectivity.TransientFailure {
 			continue
 		}
+		// Also anew at the same address (a new Pod, as with the host's network) where the old connection waits for its next
+		// attempt. ClientConn.ResetConnectBackoff would do, but races with the connection's own work (grpc 1.85).
 		if a.reach(p, address) {
 			a.changed(node)
 		}
