@@ -13,6 +13,7 @@ work=$(mktemp -d) || exit
 trap 'rm -rf "$work"' EXIT
 # A short path: sockets have 107 bytes for theirs.
 TMPDIR=$(mktemp -d "${TMPDIR:-/var/tmp}/flux.XXX") || exit
+chmod 0711 "$TMPDIR" # the users of a user namespace come through to their container's root filesystem
 export TMPDIR
 unset GOTMPDIR
 
