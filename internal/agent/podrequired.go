@@ -120,7 +120,11 @@ func (a *Agent) adoptCreating(ctx context.Context, sb *sandbox, c pods.Container
 func (s *sandbox) isCreating(id string) bool {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	return s.pod != nil && s.pod.container.ID == id && s.pod.container.RootFS != "" && s.process != nil && s.process.Alive()
+	if s.pod == nil {
+		return false
+	}
+	c := &s.pod.container
+	return c.ID == id && c.RootFS != "" && !c.Started && s.process != nil && s.process.Alive()
 }
 
 // targets are those of a sandbox's volumes.

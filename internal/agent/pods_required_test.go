@@ -50,8 +50,11 @@ func TestPodThatRequiresVolumesWaitsForThem(t *testing.T) {
 		if m, ok := mountAt(t, main.PID(t), v.GetTarget()); !ok || m.UniqueID != v.GetMountId() {
 			t.Errorf("the kernel shows %+v, the record is %v", m, v)
 		}
+		if v.GetAttached() != "BeforeStart" {
+			t.Errorf("attached %s: %v", v.GetAttached(), v)
+		}
 	}
-	if st.GetVolumes()[0].GetAttached() != "BeforeStart" || st.GetContainerId() != main.ID {
+	if st.GetContainerId() != main.ID {
 		t.Errorf("state %v", st)
 	}
 	if _, ok := mountAt(t, side.PID(t), "/data"); ok {

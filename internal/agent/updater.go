@@ -312,7 +312,7 @@ func (u *ContainerMountUpdater) place(ctx context.Context, sb *sandbox, record j
 		return failed(err)
 	}
 	record.Phase, record.Attached, record.Left = journal.Intent, v1alpha1.AttachedLive, mount.Identity{}
-	if c, _ := sb.seen(); c.State == containers.Created {
+	if c, _ := sb.seen(); c.State == containers.Created || sb.isCreating(c.ID) {
 		record.Attached = v1alpha1.AttachedBeforeStart
 	}
 	if r.attached != "" {
