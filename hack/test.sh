@@ -37,7 +37,7 @@ tests() { # tests NAME GO-TEST-ARGUMENT…; in the module in $dir, if it is set
 	local name=$1 start=$SECONDS
 	shift
 	echo "== $name"
-	go test ${dir:+-C "$dir"} -json -timeout 20m $flags ${TESTFLAGS:-} "$@" 2>&1 | bin/hack/testsummary -tally "$tally"
+	go test ${dir:+-C "$dir"} -json -timeout 30m $flags ${TESTFLAGS:-} "$@" 2>&1 | bin/hack/testsummary -tally "$tally"
 	[ "${PIPESTATUS[*]}" = "0 0" ] || failed+=("$name")
 	echo "== $name: $((SECONDS - start)) s"
 }
