@@ -175,20 +175,7 @@ func populate(t testing.TB, p volume.Prepared) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	dir := d.Path
-	err = errors.Join(
-		os.MkdirAll(dir+"/sub/deep", 0o755),
-		os.MkdirAll(dir+"/sub-sibling", 0o755),
-		os.WriteFile(dir+"/file", []byte("x"), 0o644),
-	)
-	for link, to := range map[string]string{"link": "/", "up": "..", "inside": "sub"} {
-		if e := os.Symlink(to, dir+"/"+link); e != nil && !errors.Is(e, fs.ErrExist) {
-			err = errors.Join(err, e)
-		}
-	}
-	if err != nil {
-		t.Fatal(err)
-	}
+	sourcetest.Populate(t, d.Path)
 }
 
 // faulty is a system in which one call may fail.

@@ -2,7 +2,6 @@ package local
 
 import (
 	"context"
-	"errors"
 	"fmt"
 	"io/fs"
 	"os"
@@ -130,21 +129,7 @@ func loops(dir string) []string {
 
 func populate(t testing.TB, p volume.Prepared) {
 	t.Helper()
-	inside(t, p, func(dir string) {
-		err := errors.Join(
-			os.MkdirAll(dir+"/sub/deep", 0o755),
-			os.MkdirAll(dir+"/sub-sibling", 0o755),
-			os.WriteFile(dir+"/file", []byte("x"), 0o644),
-		)
-		for link, to := range map[string]string{"link": "/", "up": "..", "inside": "sub"} {
-			if e := os.Symlink(to, dir+"/"+link); e != nil && !errors.Is(e, fs.ErrExist) {
-				err = errors.Join(err, e)
-			}
-		}
-		if err != nil {
-			t.Fatal(err)
-		}
-	})
+	inside(t, p, func(dir string) { sourcetest.Populate(t, dir) })
 }
 
 // inside runs f with a path to the content of a prepared volume.

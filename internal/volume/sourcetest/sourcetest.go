@@ -6,6 +6,8 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"io/fs"
+	"os"
 	"reflect"
 	"slices"
 	"sync"
@@ -62,6 +64,24 @@ func Run(t *testing.T, setup func(t testing.TB) Harness) {
 		t.Run(tt.name, func(t *testing.T) { tt.run(t, setup(t)) })
 	}
 	t.Run("a fault in each call leaves nothing", func(t *testing.T) { testFaults(t, setup) })
+}
+
+// Populate fills a volume's root with what the tests look for: directories, a file, and links that lead out and stay inside.
+func Populate(t testing.TB, dir string) {
+	t.Helper()
+	err := errors.Join(
+		os.MkdirAll(dir+"/sub/deep", 0o755),
+		os.MkdirAll(dir+"/sub-sibling", 0o755),
+		os.WriteFile(dir+"/file", []byte("x"), 0o644),
+	)
+	for link, to := range map[string]string{"link": "/", "up": "..", "inside": "sub"} {
+		if e := os.Symlink(to, dir+"/"+link); e != nil && !errors.Is(e, fs.ErrExist) {
+			err = errors.Join(err, e)
+		}
+	}
+	if err != nil {
+		t.Fatal(err)
+	}
 }
 
 func background(t testing.TB) context.Context {
