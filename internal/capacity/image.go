@@ -306,8 +306,11 @@ func wholeBytes(n float64) int64 { return int64(math.Min(n, math.MaxInt64/2)) }
 // Available is how many bytes the pool can still promise.
 func (p *Pool) Available() (int64, error) {
 	free, promised, err := p.Space()
-	return wholeBytes(p.left(free, promised)), err
+	return p.AvailableOf(free, promised), err
 }
+
+// AvailableOf is Available for what Space said.
+func (p *Pool) AvailableOf(free, promised int64) int64 { return wholeBytes(p.left(free, promised)) }
 
 // Space is what the pool's filesystem has free, and how much of that its sparse images were promised and do
 // not use yet. Both are in bytes.

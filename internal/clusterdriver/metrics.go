@@ -6,42 +6,50 @@ import (
 	"github.com/flux-sandbox/flux-sandbox/internal/fault"
 )
 
-// measure registers the process' metrics. What the pool has is looked at when it is asked for.
-func (p *process) measure() {
-	gauge := func(name, help string, value func() (int64, error)) prometheus.Collector {
-		return prometheus.NewGaugeFunc(prometheus.GaugeOpts{Name: name, Help: help}, func() float64 {
-			n, err := value()
-			if err != nil {
-				p.log.Warn("a metric cannot be read", "metric", name, "error", err)
-			}
-			return float64(n)
-		})
+// measure registers the process' metrics.
+func (p *process) measure() { p.registry.MustRegister(p.calls, poolMetrics{p}) }
+
+// poolMetrics looks at the pool when it is asked for, once for all of its figures.
+type poolMetrics struct{ *process }
+
+var (
+	poolFree      = prometheus.NewDesc("flux_csi_pool_free_bytes", "What the filesystem of the pool has free.", nil, nil)
+	poolPromised  = prometheus.NewDesc("flux_csi_pool_promised_bytes", "What volumes were promised of that and do not use yet.", nil, nil)
+	poolAvailable = prometheus.NewDesc("flux_csi_pool_available_bytes", "What can be promised to new volumes, with the overcommit.", nil, nil)
+	poolVolumes   = prometheus.NewDesc("flux_csi_volumes", "Volumes in the pool.", nil, nil)
+	poolUnclaimed = prometheus.NewDesc("flux_csi_volumes_unclaimed", "Volumes in the pool that no PersistentVolume names.", nil, nil)
+)
+
+// Describe implements prometheus.Collector.
+func (m poolMetrics) Describe(to chan<- *prometheus.Desc) {
+	for _, d := range []*prometheus.Desc{poolFree, poolPromised, poolAvailable, poolVolumes} {
+		to <- d
 	}
-	space := func(which func(free, promised, available int64) int64) func() (int64, error) {
-		return func() (int64, error) {
-			free, promised, available, err := p.driver.Space()
-			return which(free, promised, available), err
-		}
+	if m.provisioner != nil {
+		to <- poolUnclaimed
 	}
-	p.registry.MustRegister(
-		gauge("flux_csi_pool_free_bytes", "What the filesystem of the pool has free.",
-			space(func(free, _, _ int64) int64 { return free })),
-		gauge("flux_csi_pool_promised_bytes", "What volumes were promised of that and do not use yet.",
-			space(func(_, promised, _ int64) int64 { return promised })),
-		gauge("flux_csi_pool_available_bytes", "What can be promised to new volumes, with the overcommit.",
-			space(func(_, _, available int64) int64 { return available })),
-		gauge("flux_csi_volumes", "Volumes in the pool.", func() (int64, error) {
-			ids, err := p.driver.IDs()
-			return int64(len(ids)), err
-		}),
-	)
-	if p.provisioner != nil {
-		p.registry.MustRegister(gauge("flux_csi_volumes_unclaimed", "Volumes in the pool that no PersistentVolume names.", func() (int64, error) {
-			ids, err := p.driver.IDs()
-			return int64(p.provisioner.Unclaimed(ids)), err
-		}))
+}
+
+// Collect implements prometheus.Collector.
+func (m poolMetrics) Collect(to chan<- prometheus.Metric) {
+	gauge := func(d *prometheus.Desc, n int64) {
+		to <- prometheus.MustNewConstMetric(d, prometheus.GaugeValue, float64(n))
 	}
-	p.registry.MustRegister(p.calls)
+	free, promised, available, err := m.driver.Space()
+	if err != nil {
+		m.log.Warn("the pool's space cannot be read", "error", err)
+	}
+	gauge(poolFree, free)
+	gauge(poolPromised, promised)
+	gauge(poolAvailable, available)
+	ids, err := m.driver.IDs()
+	if err != nil {
+		m.log.Warn("the pool's volumes cannot be listed", "error", err)
+	}
+	gauge(poolVolumes, int64(len(ids)))
+	if m.provisioner != nil {
+		gauge(poolUnclaimed, int64(m.provisioner.Unclaimed(ids)))
+	}
 }
 
 // called counts and logs a call of kubelet's or an agent's.

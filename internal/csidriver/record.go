@@ -116,10 +116,10 @@ func (d *Driver) forget(id string) error {
 // Space is what the pool's filesystem has free, how much of that its volumes were promised and do not use yet, and how much
 // can be promised to new ones; in bytes.
 func (d *Driver) Space() (free, promised, available int64, err error) {
-	if free, promised, err = d.pool.Space(); err == nil {
-		available, err = d.pool.Available()
+	if free, promised, err = d.pool.Space(); err != nil {
+		return 0, 0, 0, err
 	}
-	return free, promised, available, err
+	return free, promised, d.pool.AvailableOf(free, promised), nil
 }
 
 // repair removes what torn creates and deletes left. An orphan that is still mounted cannot be: it stays for the next
