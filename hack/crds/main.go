@@ -1,4 +1,4 @@
-// Command crds takes the descriptions of Kubernetes' own types out of the CRDs that controller-gen wrote into a
+// Command crds takes the descriptions of Kubernetes' Pods and claims out of the CRDs that controller-gen wrote into a
 // directory (<group>_<plural>.yaml): "kubectl explain pod" has them, and with them a Sandbox's CRD is too large for
 // "kubectl apply", which keeps a copy of it in an annotation of at most 256 KiB.
 package main
@@ -11,8 +11,8 @@ import (
 	"sigs.k8s.io/yaml"
 )
 
-// foreign are the fields below spec that are of Kubernetes' types.
-var foreign = []string{"template", "resources"}
+// foreign are the fields below spec that are of large types of Kubernetes.
+var foreign = []string{"template", "volumeClaimTemplates"}
 
 func main() {
 	if len(os.Args) != 2 {

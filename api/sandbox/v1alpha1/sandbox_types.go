@@ -13,8 +13,22 @@ const (
 	FinalizerInUse = "sandbox.flux.io/in-use"
 	// LabelTenantID names the tenant of a Namespace, or of a PersistentVolume or claim.
 	LabelTenantID = "sandbox.flux.io/tenant-id"
-	// LabelSandbox is on the Pod that a Sandbox makes from its template, with the Sandbox's name.
+	// LabelSandbox is on the Pod that a Sandbox makes from its template, and on the claims of its volumeClaimTemplates, with
+	// the Sandbox's name.
 	LabelSandbox = "sandbox.flux.io/sandbox"
+	// LabelAnchor is on anchors, the Pods that have kubelet mount a claim for sandboxes, with the claim's name (shortened to
+	// what a label takes).
+	LabelAnchor = "sandbox.flux.io/anchor"
+	// AnnotationAnchorSandbox, on an anchor, is the UID of the one sandbox that it is for (ReadWriteOncePod).
+	AnnotationAnchorSandbox = "sandbox.flux.io/anchor-sandbox"
+	// AnnotationPath, on a claim or a StorageClass, with the value "anchor", has volumes mounted by kubelet for an anchor
+	// although the agent could publish them itself.
+	AnnotationPath = "sandbox.flux.io/path"
+	// AnnotationTemplate, on a Pod that a Sandbox made, tells the images and resources that it has from those of a template
+	// that was changed. AnnotationReplaces beside it has the ids of the containers, joined by commas, that go as their images
+	// changed.
+	AnnotationTemplate = "sandbox.flux.io/template"
+	AnnotationReplaces = "sandbox.flux.io/replaces"
 	// AnnotationContainer, on a Pod, names the container that gets the volumes, unless podRef does; it is the Pod's first
 	// without it.
 	AnnotationContainer = "sandbox.flux.io/container"
@@ -64,6 +78,14 @@ type Image = string
 // +kubebuilder:validation:XValidation:rule=`self.matches('^([a-z0-9]([-a-z0-9]*[a-z0-9])?)?$')`,message="the name is not valid: write lower-case letters, digits and -"
 type GroupPart = string
 
+// RuntimeCSI is the runtime that lets a sandbox have dynamic volumes.
+const RuntimeCSI = "csi"
+
+// RuntimeName is the name of a runtime of a SandboxSet.
+//
+// +kubebuilder:validation:MaxLength=63
+type RuntimeName = string
+
 // PodReference names a Pod that somebody else owns, in the Sandbox's namespace.
 //
 // +kubebuilder:validation:XValidation:rule=`self.name == oldSelf.name && (has(self.container) ? self.container : "") == (has(oldSelf.container) ? oldSelf.container : "") && (!has(oldSelf.uid) || oldSelf.uid == "" || has(self.uid) && self.uid == oldSelf.uid)`,message="podRef cannot be changed, as the sandbox is that Pod: create another Sandbox for another Pod",reason=FieldValueForbidden
@@ -86,10 +108,11 @@ type PodReference struct {
 
 // SandboxSpec is what is wished of a sandbox. It is run by a container of its own (image, command, … or nothing of
 // these: the group's template), by a Pod made from template, or by the Pod of podRef. While it lives, dynamicVolumes,
-// shutdownTime and paused can be changed.
+// shutdownTime, paused, persistentVolumeClaimRetentionPolicy and the images and resources of template can be changed.
 //
 // That no volume lies in another is checked by an admission policy (config/admission/targets.yaml): a rule here would
-// compare all with all at every write, those of the status too.
+// compare all with all at every write, those of the status too. So are the claim templates (claims.yaml), and what of a
+// template can be changed (templates.yaml).
 //
 // +kubebuilder:validation:XValidation:rule=`!(has(self.template) && has(self.podRef))`,message="a sandbox is made from template or is the Pod of podRef, not both: leave one out",reason=FieldValueForbidden
 // +kubebuilder:validation:XValidation:rule=`!has(self.template) && !has(self.podRef) || !(has(self.image) && self.image != "" || has(self.command) && size(self.command) > 0 || has(self.args) && size(self.args) > 0 || has(self.env) && size(self.env) > 0 || has(self.workingDir) && self.workingDir != "" || has(self.restartPolicy) && self.restartPolicy != "" || has(self.resources) && (has(self.resources.limits) || has(self.resources.requests)))`,message="image, command, args, env, workingDir, resources and restartPolicy are of a sandbox with a container of its own: with template or podRef leave them out",reason=FieldValueForbidden
@@ -102,7 +125,11 @@ type PodReference struct {
 // +kubebuilder:validation:XValidation:rule=`(has(self.command) ? self.command : []) == (has(oldSelf.command) ? oldSelf.command : []) && (has(self.args) ? self.args : []) == (has(oldSelf.args) ? oldSelf.args : []) && (has(self.env) ? self.env : []) == (has(oldSelf.env) ? oldSelf.env : []) && (has(self.workingDir) ? self.workingDir : "") == (has(oldSelf.workingDir) ? oldSelf.workingDir : "") && (has(self.restartPolicy) ? self.restartPolicy : "") == (has(oldSelf.restartPolicy) ? oldSelf.restartPolicy : "")`,message="command, args, env, workingDir and restartPolicy cannot be changed, as the container is made of them: delete the sandbox and create another",reason=FieldValueForbidden
 // +kubebuilder:validation:XValidation:rule=`(has(self.resources) && has(self.resources.limits) ? self.resources.limits : {}) == (has(oldSelf.resources) && has(oldSelf.resources.limits) ? oldSelf.resources.limits : {}) && (has(self.resources) && has(self.resources.requests) ? self.resources.requests : {}) == (has(oldSelf.resources) && has(oldSelf.resources.requests) ? oldSelf.resources.requests : {})`,message="resources cannot be changed, as the container is made with them: delete the sandbox and create another",fieldPath=.resources,reason=FieldValueForbidden
 // +kubebuilder:validation:XValidation:rule=`(has(self.volumeMounts) ? self.volumeMounts : []) == (has(oldSelf.volumeMounts) ? oldSelf.volumeMounts : [])`,message="volumeMounts cannot be changed, as static volumes live as long as the sandbox: use dynamicVolumes",fieldPath=.volumeMounts,reason=FieldValueForbidden
-// +kubebuilder:validation:XValidation:rule=`has(self.template) == has(oldSelf.template) && (!has(self.template) || self.template == oldSelf.template)`,message="template cannot be changed, as the Pod is made from it: delete the sandbox and create another",fieldPath=.template,reason=FieldValueForbidden
+// +kubebuilder:validation:XValidation:rule=`has(self.template) == has(oldSelf.template)`,message="template cannot be added or removed: delete the sandbox and create another",fieldPath=.template,reason=FieldValueForbidden
+// +kubebuilder:validation:XValidation:rule=`has(self.template) || !has(self.volumeClaimTemplates) || size(self.volumeClaimTemplates) == 0`,message="volumeClaimTemplates are of a sandbox with template, as its Pod mounts them: use volumeMounts or dynamicVolumes",fieldPath=.volumeClaimTemplates,reason=FieldValueForbidden
+// +kubebuilder:validation:XValidation:rule=`(has(self.volumeClaimTemplates) ? self.volumeClaimTemplates : []) == (has(oldSelf.volumeClaimTemplates) ? oldSelf.volumeClaimTemplates : [])`,message="volumeClaimTemplates cannot be changed, as the claims are made from them: delete the sandbox and create another",fieldPath=.volumeClaimTemplates,reason=FieldValueForbidden
+// +kubebuilder:validation:XValidation:rule=`(has(self.runtimes) ? self.runtimes : []) == (has(oldSelf.runtimes) ? oldSelf.runtimes : [])`,message="runtimes cannot be changed: delete the sandbox and create another",fieldPath=.runtimes,reason=FieldValueForbidden
+// +kubebuilder:validation:XValidation:rule=`has(self.template) || !has(self.runtimes) || size(self.runtimes) == 0`,message="runtimes are of a sandbox with template: leave them out",fieldPath=.runtimes,reason=FieldValueForbidden
 // +kubebuilder:validation:XValidation:rule=`has(self.podRef) == has(oldSelf.podRef)`,message="podRef cannot be added or removed: delete the sandbox and create another",fieldPath=.podRef,reason=FieldValueForbidden
 type SandboxSpec struct {
 	// Group is the SandboxGroup whose capacity and policy the sandbox uses; "default" when empty. Immutable.
@@ -147,9 +174,30 @@ type SandboxSpec struct {
 	// +kubebuilder:validation:XValidation:rule=`self in ["", 'Always', 'OnFailure', 'Never']`,messageExpression=`'restartPolicy "' + self + '" is not valid: write Always, OnFailure or Never'`
 	// +optional
 	RestartPolicy RestartPolicy `json:"restartPolicy,omitempty"`
-	// Template makes the sandbox a Pod of its own name, owned by it. Immutable.
+	// Template makes the sandbox a Pod of its own name, owned by it (kubectl explain podtemplate.template). The images of its containers, and their CPU and memory,
+	// can be changed: the Pod gets them in place, and a container whose image changed is restarted, with its volumes. The
+	// rest is immutable.
 	// +optional
 	Template *corev1.PodTemplateSpec `json:"template,omitempty"`
+	// VolumeClaimTemplates are claims that the sandbox has for itself, as a StatefulSet's: one named <template>-<sandbox>
+	// of each, made before the Pod and mounted by every Pod of the sandbox. Each is the Pod's volume of the template's name
+	// and has to be mounted by a container of template; a volume of that name in template is replaced. Only the name,
+	// labels, annotations and spec are used. Immutable; only with template.
+	// +listType=atomic
+	// +kubebuilder:validation:MaxItems=16
+	// +optional
+	VolumeClaimTemplates []corev1.PersistentVolumeClaim `json:"volumeClaimTemplates,omitempty"`
+	// PersistentVolumeClaimRetentionPolicy says what becomes of the claims made from volumeClaimTemplates when the sandbox
+	// goes; they are deleted with it when it is left out.
+	// +optional
+	PersistentVolumeClaimRetentionPolicy *PersistentVolumeClaimRetentionPolicy `json:"persistentVolumeClaimRetentionPolicy,omitempty"`
+	// Runtimes are what a SandboxSet turned on for its sandboxes: with csi the sandbox may have dynamic volumes, whatever
+	// its group says. Only who may create SandboxSets can set it (config/admission/sets.yaml). Immutable; only with
+	// template.
+	// +listType=set
+	// +kubebuilder:validation:MaxItems=8
+	// +optional
+	Runtimes []RuntimeName `json:"runtimes,omitempty"`
 	// PodRef makes the sandbox a Pod that somebody else owns and that is never deleted by us. Immutable.
 	// +optional
 	PodRef *PodReference `json:"podRef,omitempty"`
@@ -196,14 +244,21 @@ const (
 	ConditionReady = "Ready"
 	// ConditionScheduled is True once the sandbox has a node.
 	ConditionScheduled = "Scheduled"
+	// ConditionVolumeClaimsBound is True while every claim of volumeClaimTemplates is there and bound. A sandbox without
+	// claim templates does not have it.
+	ConditionVolumeClaimsBound = "VolumeClaimsBound"
+	// ConditionUpdated is True once the Pod runs with the images, CPU and memory of a template that was changed. A sandbox
+	// whose template is as it was created does not have it.
+	ConditionUpdated = "Updated"
 )
 
 // SandboxStatus is what holds of a sandbox.
 type SandboxStatus struct {
 	// Phase is Pending, Running, Paused, Succeeded, Failed, Terminating or Lost.
 	Phase SandboxPhase `json:"phase,omitempty"`
-	// Reason and Message say why, for programs and for people.
-	Reason  string `json:"reason,omitempty"`
+	// Reason says why, in a word for programs.
+	Reason string `json:"reason,omitempty"`
+	// Message says why, for people.
 	Message string `json:"message,omitempty"`
 	// Node is where the sandbox runs.
 	Node string `json:"node,omitempty"`
@@ -217,6 +272,8 @@ type SandboxStatus struct {
 	Restarts int32 `json:"restarts,omitempty"`
 	// ExitCode is the code with which the process last ended.
 	ExitCode *int32 `json:"exitCode,omitempty"`
+	// Conditions are Ready and Scheduled; VolumeClaimsBound of a sandbox with volumeClaimTemplates, Updated of one whose
+	// template was changed.
 	// +listType=map
 	// +listMapKey=type
 	// +optional

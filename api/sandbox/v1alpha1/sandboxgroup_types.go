@@ -161,6 +161,7 @@ type SandboxGroupStatus struct {
 	ObservedGeneration int64 `json:"observedGeneration,omitempty"`
 	// Sandboxes is the number of sandboxes in the group.
 	Sandboxes int32 `json:"sandboxes,omitempty"`
+	// Conditions of the group.
 	// +listType=map
 	// +listMapKey=type
 	// +optional

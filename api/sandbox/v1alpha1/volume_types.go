@@ -36,7 +36,7 @@ const (
 	// OnFailureKeep keeps the entry, Failed with its reason; transient errors are retried with
 	// backoff, permanent ones not before the spec changes. The default.
 	OnFailureKeep OnFailure = "Keep"
-	// OnFailureRemove rolls everything back, the entry too, and retries nothing.
+	// OnFailureRemove rolls everything back, the entry too, and retries nothing. What was mounted once is kept, as by Keep.
 	OnFailureRemove OnFailure = "Remove"
 )
 
@@ -249,14 +249,20 @@ type VolumeStatus struct {
 	// Kind is Static or Dynamic.
 	Kind       VolumeKind `json:"kind,omitempty"`
 	VolumeType VolumeType `json:"volumeType,omitempty"`
-	Source     string     `json:"source,omitempty"`
-	Target     string     `json:"target"`
-	Mode       VolumeMode `json:"mode,omitempty"`
-	SizeLimit  string     `json:"sizeLimit,omitempty"`
-	TenantID   string     `json:"tenantId,omitempty"`
-	SubPath    string     `json:"subPath,omitempty"`
-	ForceMount bool       `json:"forceMount,omitempty"`
-	OnFailure  OnFailure  `json:"onFailure,omitempty"`
+	// Source is the spec's.
+	Source string `json:"source,omitempty"`
+	// Target is the spec's.
+	Target string     `json:"target"`
+	Mode   VolumeMode `json:"mode,omitempty"`
+	// SizeLimit is the spec's.
+	SizeLimit string `json:"sizeLimit,omitempty"`
+	// TenantID is the tenant whose data it is: the spec's, or the sandbox's.
+	TenantID string `json:"tenantId,omitempty"`
+	// SubPath is the spec's.
+	SubPath string `json:"subPath,omitempty"`
+	// ForceMount is the spec's.
+	ForceMount bool      `json:"forceMount,omitempty"`
+	OnFailure  OnFailure `json:"onFailure,omitempty"`
 	// RequestID is the id of the last request about the volume that was answered: the one that added
 	// it, or the one that asked for its detach.
 	RequestID string `json:"requestId,omitempty"`
@@ -270,8 +276,9 @@ type VolumeStatus struct {
 	ObservedGeneration int64 `json:"observedGeneration,omitempty"`
 	// Phase is Pending, Attaching, Mounted, Detaching or Failed.
 	Phase VolumePhase `json:"phase,omitempty"`
-	// Reason is a word in CamelCase or UPPER_SNAKE_CASE for programs; Message is for people.
-	Reason  string `json:"reason,omitempty"`
+	// Reason is a word in CamelCase or UPPER_SNAKE_CASE for programs.
+	Reason string `json:"reason,omitempty"`
+	// Message says the same for people.
 	Message string `json:"message,omitempty"`
 	// Since is when the phase was entered.
 	Since metav1.Time `json:"since,omitempty"`
@@ -279,21 +286,29 @@ type VolumeStatus struct {
 	Attempts int32 `json:"attempts,omitempty"`
 	// NextRetryTime is when a transient failure is tried again.
 	NextRetryTime *metav1.Time `json:"nextRetryTime,omitempty"`
-	PVCName       string       `json:"pvcName,omitempty"`
-	PVName        string       `json:"pvName,omitempty"`
-	// Path is the way by which the source was prepared, PathReason why that one.
-	Path       VolumePath `json:"path,omitempty"`
-	PathReason string     `json:"pathReason,omitempty"`
+	// PVCName is the claim whose volume it is.
+	PVCName string `json:"pvcName,omitempty"`
+	// PVName is the PersistentVolume that it is.
+	PVName string `json:"pvName,omitempty"`
+	// Path is the way by which the source was prepared.
+	Path VolumePath `json:"path,omitempty"`
+	// PathReason is why it was that way.
+	PathReason string `json:"pathReason,omitempty"`
 	// LimitEnforcement is what holds the volume to its sizeLimit.
 	LimitEnforcement LimitEnforcement `json:"limitEnforcement,omitempty"`
 	// CapacityBytes is the real size of the volume's filesystem where it is a filesystem of its own.
 	CapacityBytes int64 `json:"capacityBytes,omitempty"`
 	// Topology compares VolumeDomain with SandboxDomain.
-	Topology      Topology `json:"topology,omitempty"`
-	VolumeDomain  string   `json:"volumeDomain,omitempty"`
-	SandboxDomain string   `json:"sandboxDomain,omitempty"`
+	Topology Topology `json:"topology,omitempty"`
+	// VolumeDomain is the topology domain of the volume, as far as it is known.
+	VolumeDomain string `json:"volumeDomain,omitempty"`
+	// SandboxDomain is that of the sandbox's node.
+	SandboxDomain string `json:"sandboxDomain,omitempty"`
 	// Attached is BeforeStart, AfterStart or Live.
 	Attached AttachTime `json:"attached,omitempty"`
+	// HasBeenMounted says that the volume was mounted for this entry, now or before: the request that added it has succeeded,
+	// and onFailure Remove, which is about that request, does not apply any more.
+	HasBeenMounted bool `json:"hasBeenMounted,omitempty"`
 	// DetachState is Busy, Lazy or ReleasePending while a detach is not over.
 	DetachState DetachState `json:"detachState,omitempty"`
 	// Holders are processes that kept the volume busy when it was last asked to be detached.
@@ -303,7 +318,8 @@ type VolumeStatus struct {
 // VolumeHolder is a process that uses a volume.
 type VolumeHolder struct {
 	// PID is the process id as the node sees it.
-	PID     int32  `json:"pid"`
+	PID int32 `json:"pid"`
+	// Command is the name of its program.
 	Command string `json:"command,omitempty"`
 	// Kind is cwd, root, exe, fd, map or mount (a nested mount namespace).
 	Kind string `json:"kind,omitempty"`

@@ -1003,11 +1003,20 @@ func (x *CSISource) GetReadOnly() bool {
 	return false
 }
 
+// AnchorSource is a volume that kubelet has published on the node for an anchor Pod.
 type AnchorSource struct {
-	state         protoimpl.MessageState `protogen:"open.v1"`
-	PodUid        string                 `protobuf:"bytes,1,opt,name=pod_uid,json=podUid,proto3" json:"pod_uid,omitempty"`
-	PvName        string                 `protobuf:"bytes,2,opt,name=pv_name,json=pvName,proto3" json:"pv_name,omitempty"`
-	Plugin        string                 `protobuf:"bytes,3,opt,name=plugin,proto3" json:"plugin,omitempty"`
+	state  protoimpl.MessageState `protogen:"open.v1"`
+	PodUid string                 `protobuf:"bytes,1,opt,name=pod_uid,json=podUid,proto3" json:"pod_uid,omitempty"`
+	PvName string                 `protobuf:"bytes,2,opt,name=pv_name,json=pvName,proto3" json:"pv_name,omitempty"`
+	// kubelet's name of the volume's plugin, such as kubernetes.io/csi.
+	Plugin string `protobuf:"bytes,3,opt,name=plugin,proto3" json:"plugin,omitempty"`
+	// Of a CSI volume: by these kubelet names the folder in which the driver stages it, which the agent guards.
+	Driver       string `protobuf:"bytes,4,opt,name=driver,proto3" json:"driver,omitempty"`
+	VolumeHandle string `protobuf:"bytes,5,opt,name=volume_handle,json=volumeHandle,proto3" json:"volume_handle,omitempty"`
+	// For people.
+	PodNamespace  string `protobuf:"bytes,6,opt,name=pod_namespace,json=podNamespace,proto3" json:"pod_namespace,omitempty"`
+	PodName       string `protobuf:"bytes,7,opt,name=pod_name,json=podName,proto3" json:"pod_name,omitempty"`
+	Claim         string `protobuf:"bytes,8,opt,name=claim,proto3" json:"claim,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1059,6 +1068,41 @@ func (x *AnchorSource) GetPvName() string {
 func (x *AnchorSource) GetPlugin() string {
 	if x != nil {
 		return x.Plugin
+	}
+	return ""
+}
+
+func (x *AnchorSource) GetDriver() string {
+	if x != nil {
+		return x.Driver
+	}
+	return ""
+}
+
+func (x *AnchorSource) GetVolumeHandle() string {
+	if x != nil {
+		return x.VolumeHandle
+	}
+	return ""
+}
+
+func (x *AnchorSource) GetPodNamespace() string {
+	if x != nil {
+		return x.PodNamespace
+	}
+	return ""
+}
+
+func (x *AnchorSource) GetPodName() string {
+	if x != nil {
+		return x.PodName
+	}
+	return ""
+}
+
+func (x *AnchorSource) GetClaim() string {
+	if x != nil {
+		return x.Claim
 	}
 	return ""
 }
@@ -3166,11 +3210,16 @@ const file_agent_v1_agent_proto_rawDesc = "" +
 	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\x1a:\n" +
 	"\fSecretsEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
-	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\"X\n" +
+	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\"\xeb\x01\n" +
 	"\fAnchorSource\x12\x17\n" +
 	"\apod_uid\x18\x01 \x01(\tR\x06podUid\x12\x17\n" +
 	"\apv_name\x18\x02 \x01(\tR\x06pvName\x12\x16\n" +
-	"\x06plugin\x18\x03 \x01(\tR\x06plugin\"&\n" +
+	"\x06plugin\x18\x03 \x01(\tR\x06plugin\x12\x16\n" +
+	"\x06driver\x18\x04 \x01(\tR\x06driver\x12#\n" +
+	"\rvolume_handle\x18\x05 \x01(\tR\fvolumeHandle\x12#\n" +
+	"\rpod_namespace\x18\x06 \x01(\tR\fpodNamespace\x12\x19\n" +
+	"\bpod_name\x18\a \x01(\tR\apodName\x12\x14\n" +
+	"\x05claim\x18\b \x01(\tR\x05claim\"&\n" +
 	"\x0eSnapshotSource\x12\x14\n" +
 	"\x05image\x18\x01 \x01(\tR\x05image\"\xd4\x01\n" +
 	"\tOSSSource\x12\x16\n" +

@@ -73,7 +73,7 @@ func (x SandboxEvent_Type) Number() protoreflect.EnumNumber {
 
 // Deprecated: Use SandboxEvent_Type.Descriptor instead.
 func (SandboxEvent_Type) EnumDescriptor() ([]byte, []int) {
-	return file_sandbox_v1_sandbox_proto_rawDescGZIP(), []int{16, 0}
+	return file_sandbox_v1_sandbox_proto_rawDescGZIP(), []int{17, 0}
 }
 
 type EnvVar struct {
@@ -260,7 +260,12 @@ type SandboxSpec struct {
 	// The Pod that the sandbox is: a PodTemplateSpec of Kubernetes in JSON. On Kubernetes only.
 	Template string `protobuf:"bytes,15,opt,name=template,proto3" json:"template,omitempty"`
 	// A Pod of somebody else's that the sandbox is. On Kubernetes only.
-	PodRef        *PodReference `protobuf:"bytes,16,opt,name=pod_ref,json=podRef,proto3" json:"pod_ref,omitempty"`
+	PodRef *PodReference `protobuf:"bytes,16,opt,name=pod_ref,json=podRef,proto3" json:"pod_ref,omitempty"`
+	// The claims that its Pod has: each a PersistentVolumeClaim of Kubernetes in JSON. Only with template.
+	VolumeClaimTemplates                 []string              `protobuf:"bytes,17,rep,name=volume_claim_templates,json=volumeClaimTemplates,proto3" json:"volume_claim_templates,omitempty"`
+	PersistentVolumeClaimRetentionPolicy *ClaimRetentionPolicy `protobuf:"bytes,18,opt,name=persistent_volume_claim_retention_policy,json=persistentVolumeClaimRetentionPolicy,proto3" json:"persistent_volume_claim_retention_policy,omitempty"`
+	// What a SandboxSet turned on. Shown only: a sandbox that is made by this API has none.
+	Runtimes      []string `protobuf:"bytes,19,rep,name=runtimes,proto3" json:"runtimes,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -407,6 +412,80 @@ func (x *SandboxSpec) GetPodRef() *PodReference {
 	return nil
 }
 
+func (x *SandboxSpec) GetVolumeClaimTemplates() []string {
+	if x != nil {
+		return x.VolumeClaimTemplates
+	}
+	return nil
+}
+
+func (x *SandboxSpec) GetPersistentVolumeClaimRetentionPolicy() *ClaimRetentionPolicy {
+	if x != nil {
+		return x.PersistentVolumeClaimRetentionPolicy
+	}
+	return nil
+}
+
+func (x *SandboxSpec) GetRuntimes() []string {
+	if x != nil {
+		return x.Runtimes
+	}
+	return nil
+}
+
+// ClaimRetentionPolicy says what becomes of the claims: Delete (when empty) or Retain.
+type ClaimRetentionPolicy struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	WhenDeleted   string                 `protobuf:"bytes,1,opt,name=when_deleted,json=whenDeleted,proto3" json:"when_deleted,omitempty"`
+	WhenScaled    string                 `protobuf:"bytes,2,opt,name=when_scaled,json=whenScaled,proto3" json:"when_scaled,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ClaimRetentionPolicy) Reset() {
+	*x = ClaimRetentionPolicy{}
+	mi := &file_sandbox_v1_sandbox_proto_msgTypes[4]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ClaimRetentionPolicy) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ClaimRetentionPolicy) ProtoMessage() {}
+
+func (x *ClaimRetentionPolicy) ProtoReflect() protoreflect.Message {
+	mi := &file_sandbox_v1_sandbox_proto_msgTypes[4]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ClaimRetentionPolicy.ProtoReflect.Descriptor instead.
+func (*ClaimRetentionPolicy) Descriptor() ([]byte, []int) {
+	return file_sandbox_v1_sandbox_proto_rawDescGZIP(), []int{4}
+}
+
+func (x *ClaimRetentionPolicy) GetWhenDeleted() string {
+	if x != nil {
+		return x.WhenDeleted
+	}
+	return ""
+}
+
+func (x *ClaimRetentionPolicy) GetWhenScaled() string {
+	if x != nil {
+		return x.WhenScaled
+	}
+	return ""
+}
+
 type PodReference struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	Name  string                 `protobuf:"bytes,1,opt,name=name,proto3" json:"name,omitempty"`
@@ -420,7 +499,7 @@ type PodReference struct {
 
 func (x *PodReference) Reset() {
 	*x = PodReference{}
-	mi := &file_sandbox_v1_sandbox_proto_msgTypes[4]
+	mi := &file_sandbox_v1_sandbox_proto_msgTypes[5]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -432,7 +511,7 @@ func (x *PodReference) String() string {
 func (*PodReference) ProtoMessage() {}
 
 func (x *PodReference) ProtoReflect() protoreflect.Message {
-	mi := &file_sandbox_v1_sandbox_proto_msgTypes[4]
+	mi := &file_sandbox_v1_sandbox_proto_msgTypes[5]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -445,7 +524,7 @@ func (x *PodReference) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PodReference.ProtoReflect.Descriptor instead.
 func (*PodReference) Descriptor() ([]byte, []int) {
-	return file_sandbox_v1_sandbox_proto_rawDescGZIP(), []int{4}
+	return file_sandbox_v1_sandbox_proto_rawDescGZIP(), []int{5}
 }
 
 func (x *PodReference) GetName() string {
@@ -476,13 +555,14 @@ type Condition struct {
 	Reason             string                 `protobuf:"bytes,3,opt,name=reason,proto3" json:"reason,omitempty"`
 	Message            string                 `protobuf:"bytes,4,opt,name=message,proto3" json:"message,omitempty"`
 	LastTransitionTime *timestamppb.Timestamp `protobuf:"bytes,5,opt,name=last_transition_time,json=lastTransitionTime,proto3" json:"last_transition_time,omitempty"`
+	ObservedGeneration int64                  `protobuf:"varint,6,opt,name=observed_generation,json=observedGeneration,proto3" json:"observed_generation,omitempty"`
 	unknownFields      protoimpl.UnknownFields
 	sizeCache          protoimpl.SizeCache
 }
 
 func (x *Condition) Reset() {
 	*x = Condition{}
-	mi := &file_sandbox_v1_sandbox_proto_msgTypes[5]
+	mi := &file_sandbox_v1_sandbox_proto_msgTypes[6]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -494,7 +574,7 @@ func (x *Condition) String() string {
 func (*Condition) ProtoMessage() {}
 
 func (x *Condition) ProtoReflect() protoreflect.Message {
-	mi := &file_sandbox_v1_sandbox_proto_msgTypes[5]
+	mi := &file_sandbox_v1_sandbox_proto_msgTypes[6]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -507,7 +587,7 @@ func (x *Condition) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Condition.ProtoReflect.Descriptor instead.
 func (*Condition) Descriptor() ([]byte, []int) {
-	return file_sandbox_v1_sandbox_proto_rawDescGZIP(), []int{5}
+	return file_sandbox_v1_sandbox_proto_rawDescGZIP(), []int{6}
 }
 
 func (x *Condition) GetType() string {
@@ -545,6 +625,13 @@ func (x *Condition) GetLastTransitionTime() *timestamppb.Timestamp {
 	return nil
 }
 
+func (x *Condition) GetObservedGeneration() int64 {
+	if x != nil {
+		return x.ObservedGeneration
+	}
+	return 0
+}
+
 type SandboxStatus struct {
 	state              protoimpl.MessageState `protogen:"open.v1"`
 	Phase              string                 `protobuf:"bytes,1,opt,name=phase,proto3" json:"phase,omitempty"`
@@ -565,7 +652,7 @@ type SandboxStatus struct {
 
 func (x *SandboxStatus) Reset() {
 	*x = SandboxStatus{}
-	mi := &file_sandbox_v1_sandbox_proto_msgTypes[6]
+	mi := &file_sandbox_v1_sandbox_proto_msgTypes[7]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -577,7 +664,7 @@ func (x *SandboxStatus) String() string {
 func (*SandboxStatus) ProtoMessage() {}
 
 func (x *SandboxStatus) ProtoReflect() protoreflect.Message {
-	mi := &file_sandbox_v1_sandbox_proto_msgTypes[6]
+	mi := &file_sandbox_v1_sandbox_proto_msgTypes[7]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -590,7 +677,7 @@ func (x *SandboxStatus) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SandboxStatus.ProtoReflect.Descriptor instead.
 func (*SandboxStatus) Descriptor() ([]byte, []int) {
-	return file_sandbox_v1_sandbox_proto_rawDescGZIP(), []int{6}
+	return file_sandbox_v1_sandbox_proto_rawDescGZIP(), []int{7}
 }
 
 func (x *SandboxStatus) GetPhase() string {
@@ -696,7 +783,7 @@ type Sandbox struct {
 
 func (x *Sandbox) Reset() {
 	*x = Sandbox{}
-	mi := &file_sandbox_v1_sandbox_proto_msgTypes[7]
+	mi := &file_sandbox_v1_sandbox_proto_msgTypes[8]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -708,7 +795,7 @@ func (x *Sandbox) String() string {
 func (*Sandbox) ProtoMessage() {}
 
 func (x *Sandbox) ProtoReflect() protoreflect.Message {
-	mi := &file_sandbox_v1_sandbox_proto_msgTypes[7]
+	mi := &file_sandbox_v1_sandbox_proto_msgTypes[8]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -721,7 +808,7 @@ func (x *Sandbox) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Sandbox.ProtoReflect.Descriptor instead.
 func (*Sandbox) Descriptor() ([]byte, []int) {
-	return file_sandbox_v1_sandbox_proto_rawDescGZIP(), []int{7}
+	return file_sandbox_v1_sandbox_proto_rawDescGZIP(), []int{8}
 }
 
 func (x *Sandbox) GetNamespace() string {
@@ -814,7 +901,7 @@ type CreateSandboxRequest struct {
 
 func (x *CreateSandboxRequest) Reset() {
 	*x = CreateSandboxRequest{}
-	mi := &file_sandbox_v1_sandbox_proto_msgTypes[8]
+	mi := &file_sandbox_v1_sandbox_proto_msgTypes[9]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -826,7 +913,7 @@ func (x *CreateSandboxRequest) String() string {
 func (*CreateSandboxRequest) ProtoMessage() {}
 
 func (x *CreateSandboxRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_sandbox_v1_sandbox_proto_msgTypes[8]
+	mi := &file_sandbox_v1_sandbox_proto_msgTypes[9]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -839,7 +926,7 @@ func (x *CreateSandboxRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CreateSandboxRequest.ProtoReflect.Descriptor instead.
 func (*CreateSandboxRequest) Descriptor() ([]byte, []int) {
-	return file_sandbox_v1_sandbox_proto_rawDescGZIP(), []int{8}
+	return file_sandbox_v1_sandbox_proto_rawDescGZIP(), []int{9}
 }
 
 func (x *CreateSandboxRequest) GetSandbox() *Sandbox {
@@ -865,7 +952,7 @@ type GetSandboxRequest struct {
 
 func (x *GetSandboxRequest) Reset() {
 	*x = GetSandboxRequest{}
-	mi := &file_sandbox_v1_sandbox_proto_msgTypes[9]
+	mi := &file_sandbox_v1_sandbox_proto_msgTypes[10]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -877,7 +964,7 @@ func (x *GetSandboxRequest) String() string {
 func (*GetSandboxRequest) ProtoMessage() {}
 
 func (x *GetSandboxRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_sandbox_v1_sandbox_proto_msgTypes[9]
+	mi := &file_sandbox_v1_sandbox_proto_msgTypes[10]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -890,7 +977,7 @@ func (x *GetSandboxRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetSandboxRequest.ProtoReflect.Descriptor instead.
 func (*GetSandboxRequest) Descriptor() ([]byte, []int) {
-	return file_sandbox_v1_sandbox_proto_rawDescGZIP(), []int{9}
+	return file_sandbox_v1_sandbox_proto_rawDescGZIP(), []int{10}
 }
 
 func (x *GetSandboxRequest) GetSandbox() *SandboxRef {
@@ -906,7 +993,7 @@ type ListSandboxesRequest struct {
 	Namespace string `protobuf:"bytes,1,opt,name=namespace,proto3" json:"namespace,omitempty"`
 	// A Kubernetes label selector.
 	LabelSelector string `protobuf:"bytes,2,opt,name=label_selector,json=labelSelector,proto3" json:"label_selector,omitempty"`
-	// At most this many; 500 when zero.
+	// At most this many; 500 when zero. A page may have fewer, so that it fits into a message.
 	PageSize      int32  `protobuf:"varint,3,opt,name=page_size,json=pageSize,proto3" json:"page_size,omitempty"`
 	PageToken     string `protobuf:"bytes,4,opt,name=page_token,json=pageToken,proto3" json:"page_token,omitempty"`
 	unknownFields protoimpl.UnknownFields
@@ -915,7 +1002,7 @@ type ListSandboxesRequest struct {
 
 func (x *ListSandboxesRequest) Reset() {
 	*x = ListSandboxesRequest{}
-	mi := &file_sandbox_v1_sandbox_proto_msgTypes[10]
+	mi := &file_sandbox_v1_sandbox_proto_msgTypes[11]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -927,7 +1014,7 @@ func (x *ListSandboxesRequest) String() string {
 func (*ListSandboxesRequest) ProtoMessage() {}
 
 func (x *ListSandboxesRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_sandbox_v1_sandbox_proto_msgTypes[10]
+	mi := &file_sandbox_v1_sandbox_proto_msgTypes[11]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -940,7 +1027,7 @@ func (x *ListSandboxesRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListSandboxesRequest.ProtoReflect.Descriptor instead.
 func (*ListSandboxesRequest) Descriptor() ([]byte, []int) {
-	return file_sandbox_v1_sandbox_proto_rawDescGZIP(), []int{10}
+	return file_sandbox_v1_sandbox_proto_rawDescGZIP(), []int{11}
 }
 
 func (x *ListSandboxesRequest) GetNamespace() string {
@@ -981,7 +1068,7 @@ type ListSandboxesResponse struct {
 
 func (x *ListSandboxesResponse) Reset() {
 	*x = ListSandboxesResponse{}
-	mi := &file_sandbox_v1_sandbox_proto_msgTypes[11]
+	mi := &file_sandbox_v1_sandbox_proto_msgTypes[12]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -993,7 +1080,7 @@ func (x *ListSandboxesResponse) String() string {
 func (*ListSandboxesResponse) ProtoMessage() {}
 
 func (x *ListSandboxesResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_sandbox_v1_sandbox_proto_msgTypes[11]
+	mi := &file_sandbox_v1_sandbox_proto_msgTypes[12]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1006,7 +1093,7 @@ func (x *ListSandboxesResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListSandboxesResponse.ProtoReflect.Descriptor instead.
 func (*ListSandboxesResponse) Descriptor() ([]byte, []int) {
-	return file_sandbox_v1_sandbox_proto_rawDescGZIP(), []int{11}
+	return file_sandbox_v1_sandbox_proto_rawDescGZIP(), []int{12}
 }
 
 func (x *ListSandboxesResponse) GetSandboxes() []*Sandbox {
@@ -1033,7 +1120,7 @@ type DeleteSandboxRequest struct {
 
 func (x *DeleteSandboxRequest) Reset() {
 	*x = DeleteSandboxRequest{}
-	mi := &file_sandbox_v1_sandbox_proto_msgTypes[12]
+	mi := &file_sandbox_v1_sandbox_proto_msgTypes[13]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1045,7 +1132,7 @@ func (x *DeleteSandboxRequest) String() string {
 func (*DeleteSandboxRequest) ProtoMessage() {}
 
 func (x *DeleteSandboxRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_sandbox_v1_sandbox_proto_msgTypes[12]
+	mi := &file_sandbox_v1_sandbox_proto_msgTypes[13]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1058,7 +1145,7 @@ func (x *DeleteSandboxRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DeleteSandboxRequest.ProtoReflect.Descriptor instead.
 func (*DeleteSandboxRequest) Descriptor() ([]byte, []int) {
-	return file_sandbox_v1_sandbox_proto_rawDescGZIP(), []int{12}
+	return file_sandbox_v1_sandbox_proto_rawDescGZIP(), []int{13}
 }
 
 func (x *DeleteSandboxRequest) GetSandbox() *SandboxRef {
@@ -1083,7 +1170,7 @@ type DeleteSandboxResponse struct {
 
 func (x *DeleteSandboxResponse) Reset() {
 	*x = DeleteSandboxResponse{}
-	mi := &file_sandbox_v1_sandbox_proto_msgTypes[13]
+	mi := &file_sandbox_v1_sandbox_proto_msgTypes[14]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1095,7 +1182,7 @@ func (x *DeleteSandboxResponse) String() string {
 func (*DeleteSandboxResponse) ProtoMessage() {}
 
 func (x *DeleteSandboxResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_sandbox_v1_sandbox_proto_msgTypes[13]
+	mi := &file_sandbox_v1_sandbox_proto_msgTypes[14]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1108,7 +1195,7 @@ func (x *DeleteSandboxResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DeleteSandboxResponse.ProtoReflect.Descriptor instead.
 func (*DeleteSandboxResponse) Descriptor() ([]byte, []int) {
-	return file_sandbox_v1_sandbox_proto_rawDescGZIP(), []int{13}
+	return file_sandbox_v1_sandbox_proto_rawDescGZIP(), []int{14}
 }
 
 type PauseSandboxRequest struct {
@@ -1123,7 +1210,7 @@ type PauseSandboxRequest struct {
 
 func (x *PauseSandboxRequest) Reset() {
 	*x = PauseSandboxRequest{}
-	mi := &file_sandbox_v1_sandbox_proto_msgTypes[14]
+	mi := &file_sandbox_v1_sandbox_proto_msgTypes[15]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1135,7 +1222,7 @@ func (x *PauseSandboxRequest) String() string {
 func (*PauseSandboxRequest) ProtoMessage() {}
 
 func (x *PauseSandboxRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_sandbox_v1_sandbox_proto_msgTypes[14]
+	mi := &file_sandbox_v1_sandbox_proto_msgTypes[15]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1148,7 +1235,7 @@ func (x *PauseSandboxRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PauseSandboxRequest.ProtoReflect.Descriptor instead.
 func (*PauseSandboxRequest) Descriptor() ([]byte, []int) {
-	return file_sandbox_v1_sandbox_proto_rawDescGZIP(), []int{14}
+	return file_sandbox_v1_sandbox_proto_rawDescGZIP(), []int{15}
 }
 
 func (x *PauseSandboxRequest) GetSandbox() *SandboxRef {
@@ -1183,7 +1270,7 @@ type WatchSandboxesRequest struct {
 
 func (x *WatchSandboxesRequest) Reset() {
 	*x = WatchSandboxesRequest{}
-	mi := &file_sandbox_v1_sandbox_proto_msgTypes[15]
+	mi := &file_sandbox_v1_sandbox_proto_msgTypes[16]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1195,7 +1282,7 @@ func (x *WatchSandboxesRequest) String() string {
 func (*WatchSandboxesRequest) ProtoMessage() {}
 
 func (x *WatchSandboxesRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_sandbox_v1_sandbox_proto_msgTypes[15]
+	mi := &file_sandbox_v1_sandbox_proto_msgTypes[16]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1208,7 +1295,7 @@ func (x *WatchSandboxesRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WatchSandboxesRequest.ProtoReflect.Descriptor instead.
 func (*WatchSandboxesRequest) Descriptor() ([]byte, []int) {
-	return file_sandbox_v1_sandbox_proto_rawDescGZIP(), []int{15}
+	return file_sandbox_v1_sandbox_proto_rawDescGZIP(), []int{16}
 }
 
 func (x *WatchSandboxesRequest) GetNamespace() string {
@@ -1235,7 +1322,7 @@ type SandboxEvent struct {
 
 func (x *SandboxEvent) Reset() {
 	*x = SandboxEvent{}
-	mi := &file_sandbox_v1_sandbox_proto_msgTypes[16]
+	mi := &file_sandbox_v1_sandbox_proto_msgTypes[17]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1247,7 +1334,7 @@ func (x *SandboxEvent) String() string {
 func (*SandboxEvent) ProtoMessage() {}
 
 func (x *SandboxEvent) ProtoReflect() protoreflect.Message {
-	mi := &file_sandbox_v1_sandbox_proto_msgTypes[16]
+	mi := &file_sandbox_v1_sandbox_proto_msgTypes[17]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1260,7 +1347,7 @@ func (x *SandboxEvent) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SandboxEvent.ProtoReflect.Descriptor instead.
 func (*SandboxEvent) Descriptor() ([]byte, []int) {
-	return file_sandbox_v1_sandbox_proto_rawDescGZIP(), []int{16}
+	return file_sandbox_v1_sandbox_proto_rawDescGZIP(), []int{17}
 }
 
 func (x *SandboxEvent) GetType() SandboxEvent_Type {
@@ -1291,7 +1378,7 @@ type ExecStart struct {
 
 func (x *ExecStart) Reset() {
 	*x = ExecStart{}
-	mi := &file_sandbox_v1_sandbox_proto_msgTypes[17]
+	mi := &file_sandbox_v1_sandbox_proto_msgTypes[18]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1303,7 +1390,7 @@ func (x *ExecStart) String() string {
 func (*ExecStart) ProtoMessage() {}
 
 func (x *ExecStart) ProtoReflect() protoreflect.Message {
-	mi := &file_sandbox_v1_sandbox_proto_msgTypes[17]
+	mi := &file_sandbox_v1_sandbox_proto_msgTypes[18]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1316,7 +1403,7 @@ func (x *ExecStart) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ExecStart.ProtoReflect.Descriptor instead.
 func (*ExecStart) Descriptor() ([]byte, []int) {
-	return file_sandbox_v1_sandbox_proto_rawDescGZIP(), []int{17}
+	return file_sandbox_v1_sandbox_proto_rawDescGZIP(), []int{18}
 }
 
 func (x *ExecStart) GetSandbox() *SandboxRef {
@@ -1368,7 +1455,7 @@ type ExecRequest struct {
 
 func (x *ExecRequest) Reset() {
 	*x = ExecRequest{}
-	mi := &file_sandbox_v1_sandbox_proto_msgTypes[18]
+	mi := &file_sandbox_v1_sandbox_proto_msgTypes[19]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1380,7 +1467,7 @@ func (x *ExecRequest) String() string {
 func (*ExecRequest) ProtoMessage() {}
 
 func (x *ExecRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_sandbox_v1_sandbox_proto_msgTypes[18]
+	mi := &file_sandbox_v1_sandbox_proto_msgTypes[19]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1393,7 +1480,7 @@ func (x *ExecRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ExecRequest.ProtoReflect.Descriptor instead.
 func (*ExecRequest) Descriptor() ([]byte, []int) {
-	return file_sandbox_v1_sandbox_proto_rawDescGZIP(), []int{18}
+	return file_sandbox_v1_sandbox_proto_rawDescGZIP(), []int{19}
 }
 
 func (x *ExecRequest) GetMessage() isExecRequest_Message {
@@ -1467,7 +1554,7 @@ type ExecResponse struct {
 
 func (x *ExecResponse) Reset() {
 	*x = ExecResponse{}
-	mi := &file_sandbox_v1_sandbox_proto_msgTypes[19]
+	mi := &file_sandbox_v1_sandbox_proto_msgTypes[20]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1479,7 +1566,7 @@ func (x *ExecResponse) String() string {
 func (*ExecResponse) ProtoMessage() {}
 
 func (x *ExecResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_sandbox_v1_sandbox_proto_msgTypes[19]
+	mi := &file_sandbox_v1_sandbox_proto_msgTypes[20]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1492,7 +1579,7 @@ func (x *ExecResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ExecResponse.ProtoReflect.Descriptor instead.
 func (*ExecResponse) Descriptor() ([]byte, []int) {
-	return file_sandbox_v1_sandbox_proto_rawDescGZIP(), []int{19}
+	return file_sandbox_v1_sandbox_proto_rawDescGZIP(), []int{20}
 }
 
 func (x *ExecResponse) GetMessage() isExecResponse_Message {
@@ -1564,7 +1651,7 @@ type LogsRequest struct {
 
 func (x *LogsRequest) Reset() {
 	*x = LogsRequest{}
-	mi := &file_sandbox_v1_sandbox_proto_msgTypes[20]
+	mi := &file_sandbox_v1_sandbox_proto_msgTypes[21]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1576,7 +1663,7 @@ func (x *LogsRequest) String() string {
 func (*LogsRequest) ProtoMessage() {}
 
 func (x *LogsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_sandbox_v1_sandbox_proto_msgTypes[20]
+	mi := &file_sandbox_v1_sandbox_proto_msgTypes[21]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1589,7 +1676,7 @@ func (x *LogsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use LogsRequest.ProtoReflect.Descriptor instead.
 func (*LogsRequest) Descriptor() ([]byte, []int) {
-	return file_sandbox_v1_sandbox_proto_rawDescGZIP(), []int{20}
+	return file_sandbox_v1_sandbox_proto_rawDescGZIP(), []int{21}
 }
 
 func (x *LogsRequest) GetSandbox() *SandboxRef {
@@ -1627,7 +1714,7 @@ type LogEntry struct {
 
 func (x *LogEntry) Reset() {
 	*x = LogEntry{}
-	mi := &file_sandbox_v1_sandbox_proto_msgTypes[21]
+	mi := &file_sandbox_v1_sandbox_proto_msgTypes[22]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1639,7 +1726,7 @@ func (x *LogEntry) String() string {
 func (*LogEntry) ProtoMessage() {}
 
 func (x *LogEntry) ProtoReflect() protoreflect.Message {
-	mi := &file_sandbox_v1_sandbox_proto_msgTypes[21]
+	mi := &file_sandbox_v1_sandbox_proto_msgTypes[22]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1652,7 +1739,7 @@ func (x *LogEntry) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use LogEntry.ProtoReflect.Descriptor instead.
 func (*LogEntry) Descriptor() ([]byte, []int) {
-	return file_sandbox_v1_sandbox_proto_rawDescGZIP(), []int{21}
+	return file_sandbox_v1_sandbox_proto_rawDescGZIP(), []int{22}
 }
 
 func (x *LogEntry) GetTime() *timestamppb.Timestamp {
@@ -1694,7 +1781,7 @@ type Image struct {
 
 func (x *Image) Reset() {
 	*x = Image{}
-	mi := &file_sandbox_v1_sandbox_proto_msgTypes[22]
+	mi := &file_sandbox_v1_sandbox_proto_msgTypes[23]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1706,7 +1793,7 @@ func (x *Image) String() string {
 func (*Image) ProtoMessage() {}
 
 func (x *Image) ProtoReflect() protoreflect.Message {
-	mi := &file_sandbox_v1_sandbox_proto_msgTypes[22]
+	mi := &file_sandbox_v1_sandbox_proto_msgTypes[23]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1719,7 +1806,7 @@ func (x *Image) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Image.ProtoReflect.Descriptor instead.
 func (*Image) Descriptor() ([]byte, []int) {
-	return file_sandbox_v1_sandbox_proto_rawDescGZIP(), []int{22}
+	return file_sandbox_v1_sandbox_proto_rawDescGZIP(), []int{23}
 }
 
 func (x *Image) GetName() string {
@@ -1752,7 +1839,7 @@ type ImportImageRequest struct {
 
 func (x *ImportImageRequest) Reset() {
 	*x = ImportImageRequest{}
-	mi := &file_sandbox_v1_sandbox_proto_msgTypes[23]
+	mi := &file_sandbox_v1_sandbox_proto_msgTypes[24]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1764,7 +1851,7 @@ func (x *ImportImageRequest) String() string {
 func (*ImportImageRequest) ProtoMessage() {}
 
 func (x *ImportImageRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_sandbox_v1_sandbox_proto_msgTypes[23]
+	mi := &file_sandbox_v1_sandbox_proto_msgTypes[24]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1777,7 +1864,7 @@ func (x *ImportImageRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ImportImageRequest.ProtoReflect.Descriptor instead.
 func (*ImportImageRequest) Descriptor() ([]byte, []int) {
-	return file_sandbox_v1_sandbox_proto_rawDescGZIP(), []int{23}
+	return file_sandbox_v1_sandbox_proto_rawDescGZIP(), []int{24}
 }
 
 func (x *ImportImageRequest) GetChunk() []byte {
@@ -1796,7 +1883,7 @@ type ImportImageResponse struct {
 
 func (x *ImportImageResponse) Reset() {
 	*x = ImportImageResponse{}
-	mi := &file_sandbox_v1_sandbox_proto_msgTypes[24]
+	mi := &file_sandbox_v1_sandbox_proto_msgTypes[25]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1808,7 +1895,7 @@ func (x *ImportImageResponse) String() string {
 func (*ImportImageResponse) ProtoMessage() {}
 
 func (x *ImportImageResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_sandbox_v1_sandbox_proto_msgTypes[24]
+	mi := &file_sandbox_v1_sandbox_proto_msgTypes[25]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1821,7 +1908,7 @@ func (x *ImportImageResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ImportImageResponse.ProtoReflect.Descriptor instead.
 func (*ImportImageResponse) Descriptor() ([]byte, []int) {
-	return file_sandbox_v1_sandbox_proto_rawDescGZIP(), []int{24}
+	return file_sandbox_v1_sandbox_proto_rawDescGZIP(), []int{25}
 }
 
 func (x *ImportImageResponse) GetImages() []*Image {
@@ -1840,7 +1927,7 @@ type PullImageRequest struct {
 
 func (x *PullImageRequest) Reset() {
 	*x = PullImageRequest{}
-	mi := &file_sandbox_v1_sandbox_proto_msgTypes[25]
+	mi := &file_sandbox_v1_sandbox_proto_msgTypes[26]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1852,7 +1939,7 @@ func (x *PullImageRequest) String() string {
 func (*PullImageRequest) ProtoMessage() {}
 
 func (x *PullImageRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_sandbox_v1_sandbox_proto_msgTypes[25]
+	mi := &file_sandbox_v1_sandbox_proto_msgTypes[26]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1865,7 +1952,7 @@ func (x *PullImageRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PullImageRequest.ProtoReflect.Descriptor instead.
 func (*PullImageRequest) Descriptor() ([]byte, []int) {
-	return file_sandbox_v1_sandbox_proto_rawDescGZIP(), []int{25}
+	return file_sandbox_v1_sandbox_proto_rawDescGZIP(), []int{26}
 }
 
 func (x *PullImageRequest) GetName() string {
@@ -1883,7 +1970,7 @@ type ListImagesRequest struct {
 
 func (x *ListImagesRequest) Reset() {
 	*x = ListImagesRequest{}
-	mi := &file_sandbox_v1_sandbox_proto_msgTypes[26]
+	mi := &file_sandbox_v1_sandbox_proto_msgTypes[27]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1895,7 +1982,7 @@ func (x *ListImagesRequest) String() string {
 func (*ListImagesRequest) ProtoMessage() {}
 
 func (x *ListImagesRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_sandbox_v1_sandbox_proto_msgTypes[26]
+	mi := &file_sandbox_v1_sandbox_proto_msgTypes[27]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1908,7 +1995,7 @@ func (x *ListImagesRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListImagesRequest.ProtoReflect.Descriptor instead.
 func (*ListImagesRequest) Descriptor() ([]byte, []int) {
-	return file_sandbox_v1_sandbox_proto_rawDescGZIP(), []int{26}
+	return file_sandbox_v1_sandbox_proto_rawDescGZIP(), []int{27}
 }
 
 type ListImagesResponse struct {
@@ -1920,7 +2007,7 @@ type ListImagesResponse struct {
 
 func (x *ListImagesResponse) Reset() {
 	*x = ListImagesResponse{}
-	mi := &file_sandbox_v1_sandbox_proto_msgTypes[27]
+	mi := &file_sandbox_v1_sandbox_proto_msgTypes[28]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1932,7 +2019,7 @@ func (x *ListImagesResponse) String() string {
 func (*ListImagesResponse) ProtoMessage() {}
 
 func (x *ListImagesResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_sandbox_v1_sandbox_proto_msgTypes[27]
+	mi := &file_sandbox_v1_sandbox_proto_msgTypes[28]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1945,7 +2032,7 @@ func (x *ListImagesResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListImagesResponse.ProtoReflect.Descriptor instead.
 func (*ListImagesResponse) Descriptor() ([]byte, []int) {
-	return file_sandbox_v1_sandbox_proto_rawDescGZIP(), []int{27}
+	return file_sandbox_v1_sandbox_proto_rawDescGZIP(), []int{28}
 }
 
 func (x *ListImagesResponse) GetImages() []*Image {
@@ -1963,7 +2050,7 @@ type DoctorRequest struct {
 
 func (x *DoctorRequest) Reset() {
 	*x = DoctorRequest{}
-	mi := &file_sandbox_v1_sandbox_proto_msgTypes[28]
+	mi := &file_sandbox_v1_sandbox_proto_msgTypes[29]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1975,7 +2062,7 @@ func (x *DoctorRequest) String() string {
 func (*DoctorRequest) ProtoMessage() {}
 
 func (x *DoctorRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_sandbox_v1_sandbox_proto_msgTypes[28]
+	mi := &file_sandbox_v1_sandbox_proto_msgTypes[29]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1988,7 +2075,7 @@ func (x *DoctorRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DoctorRequest.ProtoReflect.Descriptor instead.
 func (*DoctorRequest) Descriptor() ([]byte, []int) {
-	return file_sandbox_v1_sandbox_proto_rawDescGZIP(), []int{28}
+	return file_sandbox_v1_sandbox_proto_rawDescGZIP(), []int{29}
 }
 
 type DoctorCheck struct {
@@ -2005,7 +2092,7 @@ type DoctorCheck struct {
 
 func (x *DoctorCheck) Reset() {
 	*x = DoctorCheck{}
-	mi := &file_sandbox_v1_sandbox_proto_msgTypes[29]
+	mi := &file_sandbox_v1_sandbox_proto_msgTypes[30]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2017,7 +2104,7 @@ func (x *DoctorCheck) String() string {
 func (*DoctorCheck) ProtoMessage() {}
 
 func (x *DoctorCheck) ProtoReflect() protoreflect.Message {
-	mi := &file_sandbox_v1_sandbox_proto_msgTypes[29]
+	mi := &file_sandbox_v1_sandbox_proto_msgTypes[30]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2030,7 +2117,7 @@ func (x *DoctorCheck) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DoctorCheck.ProtoReflect.Descriptor instead.
 func (*DoctorCheck) Descriptor() ([]byte, []int) {
-	return file_sandbox_v1_sandbox_proto_rawDescGZIP(), []int{29}
+	return file_sandbox_v1_sandbox_proto_rawDescGZIP(), []int{30}
 }
 
 func (x *DoctorCheck) GetName() string {
@@ -2070,7 +2157,7 @@ type DoctorResponse struct {
 
 func (x *DoctorResponse) Reset() {
 	*x = DoctorResponse{}
-	mi := &file_sandbox_v1_sandbox_proto_msgTypes[30]
+	mi := &file_sandbox_v1_sandbox_proto_msgTypes[31]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2082,7 +2169,7 @@ func (x *DoctorResponse) String() string {
 func (*DoctorResponse) ProtoMessage() {}
 
 func (x *DoctorResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_sandbox_v1_sandbox_proto_msgTypes[30]
+	mi := &file_sandbox_v1_sandbox_proto_msgTypes[31]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2095,7 +2182,7 @@ func (x *DoctorResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DoctorResponse.ProtoReflect.Descriptor instead.
 func (*DoctorResponse) Descriptor() ([]byte, []int) {
-	return file_sandbox_v1_sandbox_proto_rawDescGZIP(), []int{30}
+	return file_sandbox_v1_sandbox_proto_rawDescGZIP(), []int{31}
 }
 
 func (x *DoctorResponse) GetChecks() []*DoctorCheck {
@@ -2125,7 +2212,7 @@ const file_sandbox_v1_sandbox_proto_rawDesc = "" +
 	"\vVolumeMount\x12\x16\n" +
 	"\x06source\x18\x01 \x01(\tR\x06source\x12\x16\n" +
 	"\x06target\x18\x02 \x01(\tR\x06target\x12\x12\n" +
-	"\x04mode\x18\x03 \x01(\tR\x04mode\"\x87\x05\n" +
+	"\x04mode\x18\x03 \x01(\tR\x04mode\"\xd8\x06\n" +
 	"\vSandboxSpec\x12\x14\n" +
 	"\x05group\x18\x01 \x01(\tR\x05group\x12\x1b\n" +
 	"\tsub_group\x18\x02 \x01(\tR\bsubGroup\x12\x1b\n" +
@@ -2144,17 +2231,25 @@ const file_sandbox_v1_sandbox_proto_rawDesc = "" +
 	"\rshutdown_time\x18\r \x01(\v2\x1a.google.protobuf.TimestampR\fshutdownTime\x12\x16\n" +
 	"\x06paused\x18\x0e \x01(\bR\x06paused\x12\x1a\n" +
 	"\btemplate\x18\x0f \x01(\tR\btemplate\x126\n" +
-	"\apod_ref\x18\x10 \x01(\v2\x1d.flux.sandbox.v1.PodReferenceR\x06podRef\"R\n" +
+	"\apod_ref\x18\x10 \x01(\v2\x1d.flux.sandbox.v1.PodReferenceR\x06podRef\x124\n" +
+	"\x16volume_claim_templates\x18\x11 \x03(\tR\x14volumeClaimTemplates\x12}\n" +
+	"(persistent_volume_claim_retention_policy\x18\x12 \x01(\v2%.flux.sandbox.v1.ClaimRetentionPolicyR$persistentVolumeClaimRetentionPolicy\x12\x1a\n" +
+	"\bruntimes\x18\x13 \x03(\tR\bruntimes\"Z\n" +
+	"\x14ClaimRetentionPolicy\x12!\n" +
+	"\fwhen_deleted\x18\x01 \x01(\tR\vwhenDeleted\x12\x1f\n" +
+	"\vwhen_scaled\x18\x02 \x01(\tR\n" +
+	"whenScaled\"R\n" +
 	"\fPodReference\x12\x12\n" +
 	"\x04name\x18\x01 \x01(\tR\x04name\x12\x10\n" +
 	"\x03uid\x18\x02 \x01(\tR\x03uid\x12\x1c\n" +
-	"\tcontainer\x18\x03 \x01(\tR\tcontainer\"\xb7\x01\n" +
+	"\tcontainer\x18\x03 \x01(\tR\tcontainer\"\xe8\x01\n" +
 	"\tCondition\x12\x12\n" +
 	"\x04type\x18\x01 \x01(\tR\x04type\x12\x16\n" +
 	"\x06status\x18\x02 \x01(\tR\x06status\x12\x16\n" +
 	"\x06reason\x18\x03 \x01(\tR\x06reason\x12\x18\n" +
 	"\amessage\x18\x04 \x01(\tR\amessage\x12L\n" +
-	"\x14last_transition_time\x18\x05 \x01(\v2\x1a.google.protobuf.TimestampR\x12lastTransitionTime\"\xe0\x03\n" +
+	"\x14last_transition_time\x18\x05 \x01(\v2\x1a.google.protobuf.TimestampR\x12lastTransitionTime\x12/\n" +
+	"\x13observed_generation\x18\x06 \x01(\x03R\x12observedGeneration\"\xe0\x03\n" +
 	"\rSandboxStatus\x12\x14\n" +
 	"\x05phase\x18\x01 \x01(\tR\x05phase\x12\x16\n" +
 	"\x06reason\x18\x02 \x01(\tR\x06reason\x12\x18\n" +
@@ -2308,113 +2403,115 @@ func file_sandbox_v1_sandbox_proto_rawDescGZIP() []byte {
 }
 
 var file_sandbox_v1_sandbox_proto_enumTypes = make([]protoimpl.EnumInfo, 1)
-var file_sandbox_v1_sandbox_proto_msgTypes = make([]protoimpl.MessageInfo, 35)
+var file_sandbox_v1_sandbox_proto_msgTypes = make([]protoimpl.MessageInfo, 36)
 var file_sandbox_v1_sandbox_proto_goTypes = []any{
 	(SandboxEvent_Type)(0),        // 0: flux.sandbox.v1.SandboxEvent.Type
 	(*EnvVar)(nil),                // 1: flux.sandbox.v1.EnvVar
 	(*Resources)(nil),             // 2: flux.sandbox.v1.Resources
 	(*VolumeMount)(nil),           // 3: flux.sandbox.v1.VolumeMount
 	(*SandboxSpec)(nil),           // 4: flux.sandbox.v1.SandboxSpec
-	(*PodReference)(nil),          // 5: flux.sandbox.v1.PodReference
-	(*Condition)(nil),             // 6: flux.sandbox.v1.Condition
-	(*SandboxStatus)(nil),         // 7: flux.sandbox.v1.SandboxStatus
-	(*Sandbox)(nil),               // 8: flux.sandbox.v1.Sandbox
-	(*CreateSandboxRequest)(nil),  // 9: flux.sandbox.v1.CreateSandboxRequest
-	(*GetSandboxRequest)(nil),     // 10: flux.sandbox.v1.GetSandboxRequest
-	(*ListSandboxesRequest)(nil),  // 11: flux.sandbox.v1.ListSandboxesRequest
-	(*ListSandboxesResponse)(nil), // 12: flux.sandbox.v1.ListSandboxesResponse
-	(*DeleteSandboxRequest)(nil),  // 13: flux.sandbox.v1.DeleteSandboxRequest
-	(*DeleteSandboxResponse)(nil), // 14: flux.sandbox.v1.DeleteSandboxResponse
-	(*PauseSandboxRequest)(nil),   // 15: flux.sandbox.v1.PauseSandboxRequest
-	(*WatchSandboxesRequest)(nil), // 16: flux.sandbox.v1.WatchSandboxesRequest
-	(*SandboxEvent)(nil),          // 17: flux.sandbox.v1.SandboxEvent
-	(*ExecStart)(nil),             // 18: flux.sandbox.v1.ExecStart
-	(*ExecRequest)(nil),           // 19: flux.sandbox.v1.ExecRequest
-	(*ExecResponse)(nil),          // 20: flux.sandbox.v1.ExecResponse
-	(*LogsRequest)(nil),           // 21: flux.sandbox.v1.LogsRequest
-	(*LogEntry)(nil),              // 22: flux.sandbox.v1.LogEntry
-	(*Image)(nil),                 // 23: flux.sandbox.v1.Image
-	(*ImportImageRequest)(nil),    // 24: flux.sandbox.v1.ImportImageRequest
-	(*ImportImageResponse)(nil),   // 25: flux.sandbox.v1.ImportImageResponse
-	(*PullImageRequest)(nil),      // 26: flux.sandbox.v1.PullImageRequest
-	(*ListImagesRequest)(nil),     // 27: flux.sandbox.v1.ListImagesRequest
-	(*ListImagesResponse)(nil),    // 28: flux.sandbox.v1.ListImagesResponse
-	(*DoctorRequest)(nil),         // 29: flux.sandbox.v1.DoctorRequest
-	(*DoctorCheck)(nil),           // 30: flux.sandbox.v1.DoctorCheck
-	(*DoctorResponse)(nil),        // 31: flux.sandbox.v1.DoctorResponse
-	nil,                           // 32: flux.sandbox.v1.Resources.LimitsEntry
-	nil,                           // 33: flux.sandbox.v1.Resources.RequestsEntry
-	nil,                           // 34: flux.sandbox.v1.Sandbox.LabelsEntry
-	nil,                           // 35: flux.sandbox.v1.Sandbox.AnnotationsEntry
-	(*DynamicVolume)(nil),         // 36: flux.sandbox.v1.DynamicVolume
-	(*timestamppb.Timestamp)(nil), // 37: google.protobuf.Timestamp
-	(*VolumeStatus)(nil),          // 38: flux.sandbox.v1.VolumeStatus
-	(*SandboxRef)(nil),            // 39: flux.sandbox.v1.SandboxRef
+	(*ClaimRetentionPolicy)(nil),  // 5: flux.sandbox.v1.ClaimRetentionPolicy
+	(*PodReference)(nil),          // 6: flux.sandbox.v1.PodReference
+	(*Condition)(nil),             // 7: flux.sandbox.v1.Condition
+	(*SandboxStatus)(nil),         // 8: flux.sandbox.v1.SandboxStatus
+	(*Sandbox)(nil),               // 9: flux.sandbox.v1.Sandbox
+	(*CreateSandboxRequest)(nil),  // 10: flux.sandbox.v1.CreateSandboxRequest
+	(*GetSandboxRequest)(nil),     // 11: flux.sandbox.v1.GetSandboxRequest
+	(*ListSandboxesRequest)(nil),  // 12: flux.sandbox.v1.ListSandboxesRequest
+	(*ListSandboxesResponse)(nil), // 13: flux.sandbox.v1.ListSandboxesResponse
+	(*DeleteSandboxRequest)(nil),  // 14: flux.sandbox.v1.DeleteSandboxRequest
+	(*DeleteSandboxResponse)(nil), // 15: flux.sandbox.v1.DeleteSandboxResponse
+	(*PauseSandboxRequest)(nil),   // 16: flux.sandbox.v1.PauseSandboxRequest
+	(*WatchSandboxesRequest)(nil), // 17: flux.sandbox.v1.WatchSandboxesRequest
+	(*SandboxEvent)(nil),          // 18: flux.sandbox.v1.SandboxEvent
+	(*ExecStart)(nil),             // 19: flux.sandbox.v1.ExecStart
+	(*ExecRequest)(nil),           // 20: flux.sandbox.v1.ExecRequest
+	(*ExecResponse)(nil),          // 21: flux.sandbox.v1.ExecResponse
+	(*LogsRequest)(nil),           // 22: flux.sandbox.v1.LogsRequest
+	(*LogEntry)(nil),              // 23: flux.sandbox.v1.LogEntry
+	(*Image)(nil),                 // 24: flux.sandbox.v1.Image
+	(*ImportImageRequest)(nil),    // 25: flux.sandbox.v1.ImportImageRequest
+	(*ImportImageResponse)(nil),   // 26: flux.sandbox.v1.ImportImageResponse
+	(*PullImageRequest)(nil),      // 27: flux.sandbox.v1.PullImageRequest
+	(*ListImagesRequest)(nil),     // 28: flux.sandbox.v1.ListImagesRequest
+	(*ListImagesResponse)(nil),    // 29: flux.sandbox.v1.ListImagesResponse
+	(*DoctorRequest)(nil),         // 30: flux.sandbox.v1.DoctorRequest
+	(*DoctorCheck)(nil),           // 31: flux.sandbox.v1.DoctorCheck
+	(*DoctorResponse)(nil),        // 32: flux.sandbox.v1.DoctorResponse
+	nil,                           // 33: flux.sandbox.v1.Resources.LimitsEntry
+	nil,                           // 34: flux.sandbox.v1.Resources.RequestsEntry
+	nil,                           // 35: flux.sandbox.v1.Sandbox.LabelsEntry
+	nil,                           // 36: flux.sandbox.v1.Sandbox.AnnotationsEntry
+	(*DynamicVolume)(nil),         // 37: flux.sandbox.v1.DynamicVolume
+	(*timestamppb.Timestamp)(nil), // 38: google.protobuf.Timestamp
+	(*VolumeStatus)(nil),          // 39: flux.sandbox.v1.VolumeStatus
+	(*SandboxRef)(nil),            // 40: flux.sandbox.v1.SandboxRef
 }
 var file_sandbox_v1_sandbox_proto_depIdxs = []int32{
-	32, // 0: flux.sandbox.v1.Resources.limits:type_name -> flux.sandbox.v1.Resources.LimitsEntry
-	33, // 1: flux.sandbox.v1.Resources.requests:type_name -> flux.sandbox.v1.Resources.RequestsEntry
+	33, // 0: flux.sandbox.v1.Resources.limits:type_name -> flux.sandbox.v1.Resources.LimitsEntry
+	34, // 1: flux.sandbox.v1.Resources.requests:type_name -> flux.sandbox.v1.Resources.RequestsEntry
 	1,  // 2: flux.sandbox.v1.SandboxSpec.env:type_name -> flux.sandbox.v1.EnvVar
 	2,  // 3: flux.sandbox.v1.SandboxSpec.resources:type_name -> flux.sandbox.v1.Resources
 	3,  // 4: flux.sandbox.v1.SandboxSpec.volume_mounts:type_name -> flux.sandbox.v1.VolumeMount
-	36, // 5: flux.sandbox.v1.SandboxSpec.dynamic_volumes:type_name -> flux.sandbox.v1.DynamicVolume
-	37, // 6: flux.sandbox.v1.SandboxSpec.shutdown_time:type_name -> google.protobuf.Timestamp
-	5,  // 7: flux.sandbox.v1.SandboxSpec.pod_ref:type_name -> flux.sandbox.v1.PodReference
-	37, // 8: flux.sandbox.v1.Condition.last_transition_time:type_name -> google.protobuf.Timestamp
-	37, // 9: flux.sandbox.v1.SandboxStatus.start_time:type_name -> google.protobuf.Timestamp
-	6,  // 10: flux.sandbox.v1.SandboxStatus.conditions:type_name -> flux.sandbox.v1.Condition
-	38, // 11: flux.sandbox.v1.SandboxStatus.volumes:type_name -> flux.sandbox.v1.VolumeStatus
-	37, // 12: flux.sandbox.v1.Sandbox.creation_time:type_name -> google.protobuf.Timestamp
-	37, // 13: flux.sandbox.v1.Sandbox.deletion_time:type_name -> google.protobuf.Timestamp
-	34, // 14: flux.sandbox.v1.Sandbox.labels:type_name -> flux.sandbox.v1.Sandbox.LabelsEntry
-	35, // 15: flux.sandbox.v1.Sandbox.annotations:type_name -> flux.sandbox.v1.Sandbox.AnnotationsEntry
-	4,  // 16: flux.sandbox.v1.Sandbox.spec:type_name -> flux.sandbox.v1.SandboxSpec
-	7,  // 17: flux.sandbox.v1.Sandbox.status:type_name -> flux.sandbox.v1.SandboxStatus
-	8,  // 18: flux.sandbox.v1.CreateSandboxRequest.sandbox:type_name -> flux.sandbox.v1.Sandbox
-	39, // 19: flux.sandbox.v1.GetSandboxRequest.sandbox:type_name -> flux.sandbox.v1.SandboxRef
-	8,  // 20: flux.sandbox.v1.ListSandboxesResponse.sandboxes:type_name -> flux.sandbox.v1.Sandbox
-	39, // 21: flux.sandbox.v1.DeleteSandboxRequest.sandbox:type_name -> flux.sandbox.v1.SandboxRef
-	39, // 22: flux.sandbox.v1.PauseSandboxRequest.sandbox:type_name -> flux.sandbox.v1.SandboxRef
-	39, // 23: flux.sandbox.v1.WatchSandboxesRequest.sandbox:type_name -> flux.sandbox.v1.SandboxRef
-	0,  // 24: flux.sandbox.v1.SandboxEvent.type:type_name -> flux.sandbox.v1.SandboxEvent.Type
-	8,  // 25: flux.sandbox.v1.SandboxEvent.sandbox:type_name -> flux.sandbox.v1.Sandbox
-	39, // 26: flux.sandbox.v1.ExecStart.sandbox:type_name -> flux.sandbox.v1.SandboxRef
-	1,  // 27: flux.sandbox.v1.ExecStart.env:type_name -> flux.sandbox.v1.EnvVar
-	18, // 28: flux.sandbox.v1.ExecRequest.start:type_name -> flux.sandbox.v1.ExecStart
-	39, // 29: flux.sandbox.v1.LogsRequest.sandbox:type_name -> flux.sandbox.v1.SandboxRef
-	37, // 30: flux.sandbox.v1.LogEntry.time:type_name -> google.protobuf.Timestamp
-	23, // 31: flux.sandbox.v1.ImportImageResponse.images:type_name -> flux.sandbox.v1.Image
-	23, // 32: flux.sandbox.v1.ListImagesResponse.images:type_name -> flux.sandbox.v1.Image
-	30, // 33: flux.sandbox.v1.DoctorResponse.checks:type_name -> flux.sandbox.v1.DoctorCheck
-	9,  // 34: flux.sandbox.v1.SandboxService.CreateSandbox:input_type -> flux.sandbox.v1.CreateSandboxRequest
-	10, // 35: flux.sandbox.v1.SandboxService.GetSandbox:input_type -> flux.sandbox.v1.GetSandboxRequest
-	11, // 36: flux.sandbox.v1.SandboxService.ListSandboxes:input_type -> flux.sandbox.v1.ListSandboxesRequest
-	13, // 37: flux.sandbox.v1.SandboxService.DeleteSandbox:input_type -> flux.sandbox.v1.DeleteSandboxRequest
-	15, // 38: flux.sandbox.v1.SandboxService.PauseSandbox:input_type -> flux.sandbox.v1.PauseSandboxRequest
-	16, // 39: flux.sandbox.v1.SandboxService.WatchSandboxes:input_type -> flux.sandbox.v1.WatchSandboxesRequest
-	19, // 40: flux.sandbox.v1.SandboxService.Exec:input_type -> flux.sandbox.v1.ExecRequest
-	21, // 41: flux.sandbox.v1.SandboxService.Logs:input_type -> flux.sandbox.v1.LogsRequest
-	24, // 42: flux.sandbox.v1.ImageService.ImportImage:input_type -> flux.sandbox.v1.ImportImageRequest
-	27, // 43: flux.sandbox.v1.ImageService.ListImages:input_type -> flux.sandbox.v1.ListImagesRequest
-	26, // 44: flux.sandbox.v1.ImageService.PullImage:input_type -> flux.sandbox.v1.PullImageRequest
-	29, // 45: flux.sandbox.v1.NodeService.Doctor:input_type -> flux.sandbox.v1.DoctorRequest
-	8,  // 46: flux.sandbox.v1.SandboxService.CreateSandbox:output_type -> flux.sandbox.v1.Sandbox
-	8,  // 47: flux.sandbox.v1.SandboxService.GetSandbox:output_type -> flux.sandbox.v1.Sandbox
-	12, // 48: flux.sandbox.v1.SandboxService.ListSandboxes:output_type -> flux.sandbox.v1.ListSandboxesResponse
-	14, // 49: flux.sandbox.v1.SandboxService.DeleteSandbox:output_type -> flux.sandbox.v1.DeleteSandboxResponse
-	8,  // 50: flux.sandbox.v1.SandboxService.PauseSandbox:output_type -> flux.sandbox.v1.Sandbox
-	17, // 51: flux.sandbox.v1.SandboxService.WatchSandboxes:output_type -> flux.sandbox.v1.SandboxEvent
-	20, // 52: flux.sandbox.v1.SandboxService.Exec:output_type -> flux.sandbox.v1.ExecResponse
-	22, // 53: flux.sandbox.v1.SandboxService.Logs:output_type -> flux.sandbox.v1.LogEntry
-	25, // 54: flux.sandbox.v1.ImageService.ImportImage:output_type -> flux.sandbox.v1.ImportImageResponse
-	28, // 55: flux.sandbox.v1.ImageService.ListImages:output_type -> flux.sandbox.v1.ListImagesResponse
-	25, // 56: flux.sandbox.v1.ImageService.PullImage:output_type -> flux.sandbox.v1.ImportImageResponse
-	31, // 57: flux.sandbox.v1.NodeService.Doctor:output_type -> flux.sandbox.v1.DoctorResponse
-	46, // [46:58] is the sub-list for method output_type
-	34, // [34:46] is the sub-list for method input_type
-	34, // [34:34] is the sub-list for extension type_name
-	34, // [34:34] is the sub-list for extension extendee
-	0,  // [0:34] is the sub-list for field type_name
+	37, // 5: flux.sandbox.v1.SandboxSpec.dynamic_volumes:type_name -> flux.sandbox.v1.DynamicVolume
+	38, // 6: flux.sandbox.v1.SandboxSpec.shutdown_time:type_name -> google.protobuf.Timestamp
+	6,  // 7: flux.sandbox.v1.SandboxSpec.pod_ref:type_name -> flux.sandbox.v1.PodReference
+	5,  // 8: flux.sandbox.v1.SandboxSpec.persistent_volume_claim_retention_policy:type_name -> flux.sandbox.v1.ClaimRetentionPolicy
+	38, // 9: flux.sandbox.v1.Condition.last_transition_time:type_name -> google.protobuf.Timestamp
+	38, // 10: flux.sandbox.v1.SandboxStatus.start_time:type_name -> google.protobuf.Timestamp
+	7,  // 11: flux.sandbox.v1.SandboxStatus.conditions:type_name -> flux.sandbox.v1.Condition
+	39, // 12: flux.sandbox.v1.SandboxStatus.volumes:type_name -> flux.sandbox.v1.VolumeStatus
+	38, // 13: flux.sandbox.v1.Sandbox.creation_time:type_name -> google.protobuf.Timestamp
+	38, // 14: flux.sandbox.v1.Sandbox.deletion_time:type_name -> google.protobuf.Timestamp
+	35, // 15: flux.sandbox.v1.Sandbox.labels:type_name -> flux.sandbox.v1.Sandbox.LabelsEntry
+	36, // 16: flux.sandbox.v1.Sandbox.annotations:type_name -> flux.sandbox.v1.Sandbox.AnnotationsEntry
+	4,  // 17: flux.sandbox.v1.Sandbox.spec:type_name -> flux.sandbox.v1.SandboxSpec
+	8,  // 18: flux.sandbox.v1.Sandbox.status:type_name -> flux.sandbox.v1.SandboxStatus
+	9,  // 19: flux.sandbox.v1.CreateSandboxRequest.sandbox:type_name -> flux.sandbox.v1.Sandbox
+	40, // 20: flux.sandbox.v1.GetSandboxRequest.sandbox:type_name -> flux.sandbox.v1.SandboxRef
+	9,  // 21: flux.sandbox.v1.ListSandboxesResponse.sandboxes:type_name -> flux.sandbox.v1.Sandbox
+	40, // 22: flux.sandbox.v1.DeleteSandboxRequest.sandbox:type_name -> flux.sandbox.v1.SandboxRef
+	40, // 23: flux.sandbox.v1.PauseSandboxRequest.sandbox:type_name -> flux.sandbox.v1.SandboxRef
+	40, // 24: flux.sandbox.v1.WatchSandboxesRequest.sandbox:type_name -> flux.sandbox.v1.SandboxRef
+	0,  // 25: flux.sandbox.v1.SandboxEvent.type:type_name -> flux.sandbox.v1.SandboxEvent.Type
+	9,  // 26: flux.sandbox.v1.SandboxEvent.sandbox:type_name -> flux.sandbox.v1.Sandbox
+	40, // 27: flux.sandbox.v1.ExecStart.sandbox:type_name -> flux.sandbox.v1.SandboxRef
+	1,  // 28: flux.sandbox.v1.ExecStart.env:type_name -> flux.sandbox.v1.EnvVar
+	19, // 29: flux.sandbox.v1.ExecRequest.start:type_name -> flux.sandbox.v1.ExecStart
+	40, // 30: flux.sandbox.v1.LogsRequest.sandbox:type_name -> flux.sandbox.v1.SandboxRef
+	38, // 31: flux.sandbox.v1.LogEntry.time:type_name -> google.protobuf.Timestamp
+	24, // 32: flux.sandbox.v1.ImportImageResponse.images:type_name -> flux.sandbox.v1.Image
+	24, // 33: flux.sandbox.v1.ListImagesResponse.images:type_name -> flux.sandbox.v1.Image
+	31, // 34: flux.sandbox.v1.DoctorResponse.checks:type_name -> flux.sandbox.v1.DoctorCheck
+	10, // 35: flux.sandbox.v1.SandboxService.CreateSandbox:input_type -> flux.sandbox.v1.CreateSandboxRequest
+	11, // 36: flux.sandbox.v1.SandboxService.GetSandbox:input_type -> flux.sandbox.v1.GetSandboxRequest
+	12, // 37: flux.sandbox.v1.SandboxService.ListSandboxes:input_type -> flux.sandbox.v1.ListSandboxesRequest
+	14, // 38: flux.sandbox.v1.SandboxService.DeleteSandbox:input_type -> flux.sandbox.v1.DeleteSandboxRequest
+	16, // 39: flux.sandbox.v1.SandboxService.PauseSandbox:input_type -> flux.sandbox.v1.PauseSandboxRequest
+	17, // 40: flux.sandbox.v1.SandboxService.WatchSandboxes:input_type -> flux.sandbox.v1.WatchSandboxesRequest
+	20, // 41: flux.sandbox.v1.SandboxService.Exec:input_type -> flux.sandbox.v1.ExecRequest
+	22, // 42: flux.sandbox.v1.SandboxService.Logs:input_type -> flux.sandbox.v1.LogsRequest
+	25, // 43: flux.sandbox.v1.ImageService.ImportImage:input_type -> flux.sandbox.v1.ImportImageRequest
+	28, // 44: flux.sandbox.v1.ImageService.ListImages:input_type -> flux.sandbox.v1.ListImagesRequest
+	27, // 45: flux.sandbox.v1.ImageService.PullImage:input_type -> flux.sandbox.v1.PullImageRequest
+	30, // 46: flux.sandbox.v1.NodeService.Doctor:input_type -> flux.sandbox.v1.DoctorRequest
+	9,  // 47: flux.sandbox.v1.SandboxService.CreateSandbox:output_type -> flux.sandbox.v1.Sandbox
+	9,  // 48: flux.sandbox.v1.SandboxService.GetSandbox:output_type -> flux.sandbox.v1.Sandbox
+	13, // 49: flux.sandbox.v1.SandboxService.ListSandboxes:output_type -> flux.sandbox.v1.ListSandboxesResponse
+	15, // 50: flux.sandbox.v1.SandboxService.DeleteSandbox:output_type -> flux.sandbox.v1.DeleteSandboxResponse
+	9,  // 51: flux.sandbox.v1.SandboxService.PauseSandbox:output_type -> flux.sandbox.v1.Sandbox
+	18, // 52: flux.sandbox.v1.SandboxService.WatchSandboxes:output_type -> flux.sandbox.v1.SandboxEvent
+	21, // 53: flux.sandbox.v1.SandboxService.Exec:output_type -> flux.sandbox.v1.ExecResponse
+	23, // 54: flux.sandbox.v1.SandboxService.Logs:output_type -> flux.sandbox.v1.LogEntry
+	26, // 55: flux.sandbox.v1.ImageService.ImportImage:output_type -> flux.sandbox.v1.ImportImageResponse
+	29, // 56: flux.sandbox.v1.ImageService.ListImages:output_type -> flux.sandbox.v1.ListImagesResponse
+	26, // 57: flux.sandbox.v1.ImageService.PullImage:output_type -> flux.sandbox.v1.ImportImageResponse
+	32, // 58: flux.sandbox.v1.NodeService.Doctor:output_type -> flux.sandbox.v1.DoctorResponse
+	47, // [47:59] is the sub-list for method output_type
+	35, // [35:47] is the sub-list for method input_type
+	35, // [35:35] is the sub-list for extension type_name
+	35, // [35:35] is the sub-list for extension extendee
+	0,  // [0:35] is the sub-list for field type_name
 }
 
 func init() { file_sandbox_v1_sandbox_proto_init() }
@@ -2423,13 +2520,13 @@ func file_sandbox_v1_sandbox_proto_init() {
 		return
 	}
 	file_sandbox_v1_volume_proto_init()
-	file_sandbox_v1_sandbox_proto_msgTypes[6].OneofWrappers = []any{}
-	file_sandbox_v1_sandbox_proto_msgTypes[18].OneofWrappers = []any{
+	file_sandbox_v1_sandbox_proto_msgTypes[7].OneofWrappers = []any{}
+	file_sandbox_v1_sandbox_proto_msgTypes[19].OneofWrappers = []any{
 		(*ExecRequest_Start)(nil),
 		(*ExecRequest_Stdin)(nil),
 		(*ExecRequest_StdinClosed)(nil),
 	}
-	file_sandbox_v1_sandbox_proto_msgTypes[19].OneofWrappers = []any{
+	file_sandbox_v1_sandbox_proto_msgTypes[20].OneofWrappers = []any{
 		(*ExecResponse_Stdout)(nil),
 		(*ExecResponse_Stderr)(nil),
 		(*ExecResponse_ExitCode)(nil),
@@ -2440,7 +2537,7 @@ func file_sandbox_v1_sandbox_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_sandbox_v1_sandbox_proto_rawDesc), len(file_sandbox_v1_sandbox_proto_rawDesc)),
 			NumEnums:      1,
-			NumMessages:   35,
+			NumMessages:   36,
 			NumExtensions: 0,
 			NumServices:   3,
 		},

@@ -77,7 +77,7 @@ func (x RemoveSandVolumeResponse_Result) Number() protoreflect.EnumNumber {
 
 // Deprecated: Use RemoveSandVolumeResponse_Result.Descriptor instead.
 func (RemoveSandVolumeResponse_Result) EnumDescriptor() ([]byte, []int) {
-	return file_sandbox_v1_volume_proto_rawDescGZIP(), []int{6, 0}
+	return file_sandbox_v1_volume_proto_rawDescGZIP(), []int{7, 0}
 }
 
 // SandboxRef names a sandbox by namespace and name, or by an id.
@@ -164,7 +164,11 @@ type DynamicVolume struct {
 	SubPath    string `protobuf:"bytes,7,opt,name=sub_path,json=subPath,proto3" json:"sub_path,omitempty"`
 	ForceMount bool   `protobuf:"varint,8,opt,name=force_mount,json=forceMount,proto3" json:"force_mount,omitempty"`
 	// Only in a Sandbox: a policy of the entry. AddSandVolume has a field of its own.
-	OnFailure     string `protobuf:"bytes,9,opt,name=on_failure,json=onFailure,proto3" json:"on_failure,omitempty"`
+	OnFailure string `protobuf:"bytes,9,opt,name=on_failure,json=onFailure,proto3" json:"on_failure,omitempty"`
+	// The request that added the entry. Shown only: a request's own value is not read.
+	RequestId string `protobuf:"bytes,10,opt,name=request_id,json=requestId,proto3" json:"request_id,omitempty"`
+	// The request to detach it, until that is answered. Shown only.
+	Detach        *DetachRequest `protobuf:"bytes,11,opt,name=detach,proto3" json:"detach,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -262,6 +266,73 @@ func (x *DynamicVolume) GetOnFailure() string {
 	return ""
 }
 
+func (x *DynamicVolume) GetRequestId() string {
+	if x != nil {
+		return x.RequestId
+	}
+	return ""
+}
+
+func (x *DynamicVolume) GetDetach() *DetachRequest {
+	if x != nil {
+		return x.Detach
+	}
+	return nil
+}
+
+// DetachRequest asks for a dynamic volume to be detached.
+type DetachRequest struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Force         bool                   `protobuf:"varint,1,opt,name=force,proto3" json:"force,omitempty"`
+	RequestId     string                 `protobuf:"bytes,2,opt,name=request_id,json=requestId,proto3" json:"request_id,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *DetachRequest) Reset() {
+	*x = DetachRequest{}
+	mi := &file_sandbox_v1_volume_proto_msgTypes[2]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *DetachRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*DetachRequest) ProtoMessage() {}
+
+func (x *DetachRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_sandbox_v1_volume_proto_msgTypes[2]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use DetachRequest.ProtoReflect.Descriptor instead.
+func (*DetachRequest) Descriptor() ([]byte, []int) {
+	return file_sandbox_v1_volume_proto_rawDescGZIP(), []int{2}
+}
+
+func (x *DetachRequest) GetForce() bool {
+	if x != nil {
+		return x.Force
+	}
+	return false
+}
+
+func (x *DetachRequest) GetRequestId() string {
+	if x != nil {
+		return x.RequestId
+	}
+	return ""
+}
+
 // VolumeStatus is a row of status.volumes.
 type VolumeStatus struct {
 	state              protoimpl.MessageState `protogen:"open.v1"`
@@ -297,14 +368,16 @@ type VolumeStatus struct {
 	Attached           string                 `protobuf:"bytes,30,opt,name=attached,proto3" json:"attached,omitempty"`
 	DetachState        string                 `protobuf:"bytes,31,opt,name=detach_state,json=detachState,proto3" json:"detach_state,omitempty"`
 	// Processes that kept the volume busy when it was last asked to be detached.
-	Holders       []*Holder `protobuf:"bytes,32,rep,name=holders,proto3" json:"holders,omitempty"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
+	Holders []*Holder `protobuf:"bytes,32,rep,name=holders,proto3" json:"holders,omitempty"`
+	// The volume was mounted for this entry, now or before: on_failure "Remove" does not apply any more.
+	HasBeenMounted bool `protobuf:"varint,33,opt,name=has_been_mounted,json=hasBeenMounted,proto3" json:"has_been_mounted,omitempty"`
+	unknownFields  protoimpl.UnknownFields
+	sizeCache      protoimpl.SizeCache
 }
 
 func (x *VolumeStatus) Reset() {
 	*x = VolumeStatus{}
-	mi := &file_sandbox_v1_volume_proto_msgTypes[2]
+	mi := &file_sandbox_v1_volume_proto_msgTypes[3]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -316,7 +389,7 @@ func (x *VolumeStatus) String() string {
 func (*VolumeStatus) ProtoMessage() {}
 
 func (x *VolumeStatus) ProtoReflect() protoreflect.Message {
-	mi := &file_sandbox_v1_volume_proto_msgTypes[2]
+	mi := &file_sandbox_v1_volume_proto_msgTypes[3]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -329,7 +402,7 @@ func (x *VolumeStatus) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use VolumeStatus.ProtoReflect.Descriptor instead.
 func (*VolumeStatus) Descriptor() ([]byte, []int) {
-	return file_sandbox_v1_volume_proto_rawDescGZIP(), []int{2}
+	return file_sandbox_v1_volume_proto_rawDescGZIP(), []int{3}
 }
 
 func (x *VolumeStatus) GetKind() string {
@@ -556,6 +629,13 @@ func (x *VolumeStatus) GetHolders() []*Holder {
 	return nil
 }
 
+func (x *VolumeStatus) GetHasBeenMounted() bool {
+	if x != nil {
+		return x.HasBeenMounted
+	}
+	return false
+}
+
 type AddSandVolumeRequest struct {
 	state   protoimpl.MessageState `protogen:"open.v1"`
 	Sandbox *SandboxRef            `protobuf:"bytes,1,opt,name=sandbox,proto3" json:"sandbox,omitempty"`
@@ -570,7 +650,7 @@ type AddSandVolumeRequest struct {
 
 func (x *AddSandVolumeRequest) Reset() {
 	*x = AddSandVolumeRequest{}
-	mi := &file_sandbox_v1_volume_proto_msgTypes[3]
+	mi := &file_sandbox_v1_volume_proto_msgTypes[4]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -582,7 +662,7 @@ func (x *AddSandVolumeRequest) String() string {
 func (*AddSandVolumeRequest) ProtoMessage() {}
 
 func (x *AddSandVolumeRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_sandbox_v1_volume_proto_msgTypes[3]
+	mi := &file_sandbox_v1_volume_proto_msgTypes[4]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -595,7 +675,7 @@ func (x *AddSandVolumeRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use AddSandVolumeRequest.ProtoReflect.Descriptor instead.
 func (*AddSandVolumeRequest) Descriptor() ([]byte, []int) {
-	return file_sandbox_v1_volume_proto_rawDescGZIP(), []int{3}
+	return file_sandbox_v1_volume_proto_rawDescGZIP(), []int{4}
 }
 
 func (x *AddSandVolumeRequest) GetSandbox() *SandboxRef {
@@ -637,7 +717,7 @@ type AddSandVolumeResponse struct {
 
 func (x *AddSandVolumeResponse) Reset() {
 	*x = AddSandVolumeResponse{}
-	mi := &file_sandbox_v1_volume_proto_msgTypes[4]
+	mi := &file_sandbox_v1_volume_proto_msgTypes[5]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -649,7 +729,7 @@ func (x *AddSandVolumeResponse) String() string {
 func (*AddSandVolumeResponse) ProtoMessage() {}
 
 func (x *AddSandVolumeResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_sandbox_v1_volume_proto_msgTypes[4]
+	mi := &file_sandbox_v1_volume_proto_msgTypes[5]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -662,7 +742,7 @@ func (x *AddSandVolumeResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use AddSandVolumeResponse.ProtoReflect.Descriptor instead.
 func (*AddSandVolumeResponse) Descriptor() ([]byte, []int) {
-	return file_sandbox_v1_volume_proto_rawDescGZIP(), []int{4}
+	return file_sandbox_v1_volume_proto_rawDescGZIP(), []int{5}
 }
 
 func (x *AddSandVolumeResponse) GetVolume() *VolumeStatus {
@@ -699,7 +779,7 @@ type RemoveSandVolumeRequest struct {
 
 func (x *RemoveSandVolumeRequest) Reset() {
 	*x = RemoveSandVolumeRequest{}
-	mi := &file_sandbox_v1_volume_proto_msgTypes[5]
+	mi := &file_sandbox_v1_volume_proto_msgTypes[6]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -711,7 +791,7 @@ func (x *RemoveSandVolumeRequest) String() string {
 func (*RemoveSandVolumeRequest) ProtoMessage() {}
 
 func (x *RemoveSandVolumeRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_sandbox_v1_volume_proto_msgTypes[5]
+	mi := &file_sandbox_v1_volume_proto_msgTypes[6]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -724,7 +804,7 @@ func (x *RemoveSandVolumeRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RemoveSandVolumeRequest.ProtoReflect.Descriptor instead.
 func (*RemoveSandVolumeRequest) Descriptor() ([]byte, []int) {
-	return file_sandbox_v1_volume_proto_rawDescGZIP(), []int{5}
+	return file_sandbox_v1_volume_proto_rawDescGZIP(), []int{6}
 }
 
 func (x *RemoveSandVolumeRequest) GetSandbox() *SandboxRef {
@@ -765,7 +845,7 @@ type RemoveSandVolumeResponse struct {
 
 func (x *RemoveSandVolumeResponse) Reset() {
 	*x = RemoveSandVolumeResponse{}
-	mi := &file_sandbox_v1_volume_proto_msgTypes[6]
+	mi := &file_sandbox_v1_volume_proto_msgTypes[7]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -777,7 +857,7 @@ func (x *RemoveSandVolumeResponse) String() string {
 func (*RemoveSandVolumeResponse) ProtoMessage() {}
 
 func (x *RemoveSandVolumeResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_sandbox_v1_volume_proto_msgTypes[6]
+	mi := &file_sandbox_v1_volume_proto_msgTypes[7]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -790,7 +870,7 @@ func (x *RemoveSandVolumeResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RemoveSandVolumeResponse.ProtoReflect.Descriptor instead.
 func (*RemoveSandVolumeResponse) Descriptor() ([]byte, []int) {
-	return file_sandbox_v1_volume_proto_rawDescGZIP(), []int{6}
+	return file_sandbox_v1_volume_proto_rawDescGZIP(), []int{7}
 }
 
 func (x *RemoveSandVolumeResponse) GetVolume() *VolumeStatus {
@@ -821,7 +901,7 @@ type Holder struct {
 
 func (x *Holder) Reset() {
 	*x = Holder{}
-	mi := &file_sandbox_v1_volume_proto_msgTypes[7]
+	mi := &file_sandbox_v1_volume_proto_msgTypes[8]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -833,7 +913,7 @@ func (x *Holder) String() string {
 func (*Holder) ProtoMessage() {}
 
 func (x *Holder) ProtoReflect() protoreflect.Message {
-	mi := &file_sandbox_v1_volume_proto_msgTypes[7]
+	mi := &file_sandbox_v1_volume_proto_msgTypes[8]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -846,7 +926,7 @@ func (x *Holder) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Holder.ProtoReflect.Descriptor instead.
 func (*Holder) Descriptor() ([]byte, []int) {
-	return file_sandbox_v1_volume_proto_rawDescGZIP(), []int{7}
+	return file_sandbox_v1_volume_proto_rawDescGZIP(), []int{8}
 }
 
 func (x *Holder) GetPid() int32 {
@@ -880,7 +960,7 @@ type BusyInfo struct {
 
 func (x *BusyInfo) Reset() {
 	*x = BusyInfo{}
-	mi := &file_sandbox_v1_volume_proto_msgTypes[8]
+	mi := &file_sandbox_v1_volume_proto_msgTypes[9]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -892,7 +972,7 @@ func (x *BusyInfo) String() string {
 func (*BusyInfo) ProtoMessage() {}
 
 func (x *BusyInfo) ProtoReflect() protoreflect.Message {
-	mi := &file_sandbox_v1_volume_proto_msgTypes[8]
+	mi := &file_sandbox_v1_volume_proto_msgTypes[9]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -905,7 +985,7 @@ func (x *BusyInfo) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use BusyInfo.ProtoReflect.Descriptor instead.
 func (*BusyInfo) Descriptor() ([]byte, []int) {
-	return file_sandbox_v1_volume_proto_rawDescGZIP(), []int{8}
+	return file_sandbox_v1_volume_proto_rawDescGZIP(), []int{9}
 }
 
 func (x *BusyInfo) GetHolders() []*Holder {
@@ -927,7 +1007,7 @@ type ListSandVolumesRequest struct {
 
 func (x *ListSandVolumesRequest) Reset() {
 	*x = ListSandVolumesRequest{}
-	mi := &file_sandbox_v1_volume_proto_msgTypes[9]
+	mi := &file_sandbox_v1_volume_proto_msgTypes[10]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -939,7 +1019,7 @@ func (x *ListSandVolumesRequest) String() string {
 func (*ListSandVolumesRequest) ProtoMessage() {}
 
 func (x *ListSandVolumesRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_sandbox_v1_volume_proto_msgTypes[9]
+	mi := &file_sandbox_v1_volume_proto_msgTypes[10]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -952,7 +1032,7 @@ func (x *ListSandVolumesRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListSandVolumesRequest.ProtoReflect.Descriptor instead.
 func (*ListSandVolumesRequest) Descriptor() ([]byte, []int) {
-	return file_sandbox_v1_volume_proto_rawDescGZIP(), []int{9}
+	return file_sandbox_v1_volume_proto_rawDescGZIP(), []int{10}
 }
 
 func (x *ListSandVolumesRequest) GetSandbox() *SandboxRef {
@@ -986,7 +1066,7 @@ type ListSandVolumesResponse struct {
 
 func (x *ListSandVolumesResponse) Reset() {
 	*x = ListSandVolumesResponse{}
-	mi := &file_sandbox_v1_volume_proto_msgTypes[10]
+	mi := &file_sandbox_v1_volume_proto_msgTypes[11]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -998,7 +1078,7 @@ func (x *ListSandVolumesResponse) String() string {
 func (*ListSandVolumesResponse) ProtoMessage() {}
 
 func (x *ListSandVolumesResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_sandbox_v1_volume_proto_msgTypes[10]
+	mi := &file_sandbox_v1_volume_proto_msgTypes[11]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1011,7 +1091,7 @@ func (x *ListSandVolumesResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListSandVolumesResponse.ProtoReflect.Descriptor instead.
 func (*ListSandVolumesResponse) Descriptor() ([]byte, []int) {
-	return file_sandbox_v1_volume_proto_rawDescGZIP(), []int{10}
+	return file_sandbox_v1_volume_proto_rawDescGZIP(), []int{11}
 }
 
 func (x *ListSandVolumesResponse) GetVolumes() []*VolumeStatus {
@@ -1038,7 +1118,7 @@ const file_sandbox_v1_volume_proto_rawDesc = "" +
 	"\tnamespace\x18\x01 \x01(\tR\tnamespace\x12\x12\n" +
 	"\x04name\x18\x02 \x01(\tR\x04name\x12\x10\n" +
 	"\x03uid\x18\x03 \x01(\tR\x03uid\x12\x0e\n" +
-	"\x02id\x18\x04 \x01(\tR\x02id\"\x8b\x02\n" +
+	"\x02id\x18\x04 \x01(\tR\x02id\"\xe2\x02\n" +
 	"\rDynamicVolume\x12\x1f\n" +
 	"\vvolume_type\x18\x01 \x01(\tR\n" +
 	"volumeType\x12\x16\n" +
@@ -1052,7 +1132,15 @@ const file_sandbox_v1_volume_proto_rawDesc = "" +
 	"\vforce_mount\x18\b \x01(\bR\n" +
 	"forceMount\x12\x1d\n" +
 	"\n" +
-	"on_failure\x18\t \x01(\tR\tonFailure\"\xa1\b\n" +
+	"on_failure\x18\t \x01(\tR\tonFailure\x12\x1d\n" +
+	"\n" +
+	"request_id\x18\n" +
+	" \x01(\tR\trequestId\x126\n" +
+	"\x06detach\x18\v \x01(\v2\x1e.flux.sandbox.v1.DetachRequestR\x06detach\"D\n" +
+	"\rDetachRequest\x12\x14\n" +
+	"\x05force\x18\x01 \x01(\bR\x05force\x12\x1d\n" +
+	"\n" +
+	"request_id\x18\x02 \x01(\tR\trequestId\"\xcb\b\n" +
 	"\fVolumeStatus\x12\x12\n" +
 	"\x04kind\x18\x01 \x01(\tR\x04kind\x12\x1f\n" +
 	"\vvolume_type\x18\x02 \x01(\tR\n" +
@@ -1093,7 +1181,8 @@ const file_sandbox_v1_volume_proto_rawDesc = "" +
 	"\x0esandbox_domain\x18\x1d \x01(\tR\rsandboxDomain\x12\x1a\n" +
 	"\battached\x18\x1e \x01(\tR\battached\x12!\n" +
 	"\fdetach_state\x18\x1f \x01(\tR\vdetachState\x121\n" +
-	"\aholders\x18  \x03(\v2\x17.flux.sandbox.v1.HolderR\aholders\"\xc3\x01\n" +
+	"\aholders\x18  \x03(\v2\x17.flux.sandbox.v1.HolderR\aholders\x12(\n" +
+	"\x10has_been_mounted\x18! \x01(\bR\x0ehasBeenMounted\"\xc3\x01\n" +
 	"\x14AddSandVolumeRequest\x125\n" +
 	"\asandbox\x18\x01 \x01(\v2\x1b.flux.sandbox.v1.SandboxRefR\asandbox\x126\n" +
 	"\x06volume\x18\x02 \x01(\v2\x1e.flux.sandbox.v1.DynamicVolumeR\x06volume\x12\x1d\n" +
@@ -1152,46 +1241,48 @@ func file_sandbox_v1_volume_proto_rawDescGZIP() []byte {
 }
 
 var file_sandbox_v1_volume_proto_enumTypes = make([]protoimpl.EnumInfo, 1)
-var file_sandbox_v1_volume_proto_msgTypes = make([]protoimpl.MessageInfo, 11)
+var file_sandbox_v1_volume_proto_msgTypes = make([]protoimpl.MessageInfo, 12)
 var file_sandbox_v1_volume_proto_goTypes = []any{
 	(RemoveSandVolumeResponse_Result)(0), // 0: flux.sandbox.v1.RemoveSandVolumeResponse.Result
 	(*SandboxRef)(nil),                   // 1: flux.sandbox.v1.SandboxRef
 	(*DynamicVolume)(nil),                // 2: flux.sandbox.v1.DynamicVolume
-	(*VolumeStatus)(nil),                 // 3: flux.sandbox.v1.VolumeStatus
-	(*AddSandVolumeRequest)(nil),         // 4: flux.sandbox.v1.AddSandVolumeRequest
-	(*AddSandVolumeResponse)(nil),        // 5: flux.sandbox.v1.AddSandVolumeResponse
-	(*RemoveSandVolumeRequest)(nil),      // 6: flux.sandbox.v1.RemoveSandVolumeRequest
-	(*RemoveSandVolumeResponse)(nil),     // 7: flux.sandbox.v1.RemoveSandVolumeResponse
-	(*Holder)(nil),                       // 8: flux.sandbox.v1.Holder
-	(*BusyInfo)(nil),                     // 9: flux.sandbox.v1.BusyInfo
-	(*ListSandVolumesRequest)(nil),       // 10: flux.sandbox.v1.ListSandVolumesRequest
-	(*ListSandVolumesResponse)(nil),      // 11: flux.sandbox.v1.ListSandVolumesResponse
-	(*timestamppb.Timestamp)(nil),        // 12: google.protobuf.Timestamp
+	(*DetachRequest)(nil),                // 3: flux.sandbox.v1.DetachRequest
+	(*VolumeStatus)(nil),                 // 4: flux.sandbox.v1.VolumeStatus
+	(*AddSandVolumeRequest)(nil),         // 5: flux.sandbox.v1.AddSandVolumeRequest
+	(*AddSandVolumeResponse)(nil),        // 6: flux.sandbox.v1.AddSandVolumeResponse
+	(*RemoveSandVolumeRequest)(nil),      // 7: flux.sandbox.v1.RemoveSandVolumeRequest
+	(*RemoveSandVolumeResponse)(nil),     // 8: flux.sandbox.v1.RemoveSandVolumeResponse
+	(*Holder)(nil),                       // 9: flux.sandbox.v1.Holder
+	(*BusyInfo)(nil),                     // 10: flux.sandbox.v1.BusyInfo
+	(*ListSandVolumesRequest)(nil),       // 11: flux.sandbox.v1.ListSandVolumesRequest
+	(*ListSandVolumesResponse)(nil),      // 12: flux.sandbox.v1.ListSandVolumesResponse
+	(*timestamppb.Timestamp)(nil),        // 13: google.protobuf.Timestamp
 }
 var file_sandbox_v1_volume_proto_depIdxs = []int32{
-	12, // 0: flux.sandbox.v1.VolumeStatus.since:type_name -> google.protobuf.Timestamp
-	12, // 1: flux.sandbox.v1.VolumeStatus.next_retry_time:type_name -> google.protobuf.Timestamp
-	8,  // 2: flux.sandbox.v1.VolumeStatus.holders:type_name -> flux.sandbox.v1.Holder
-	1,  // 3: flux.sandbox.v1.AddSandVolumeRequest.sandbox:type_name -> flux.sandbox.v1.SandboxRef
-	2,  // 4: flux.sandbox.v1.AddSandVolumeRequest.volume:type_name -> flux.sandbox.v1.DynamicVolume
-	3,  // 5: flux.sandbox.v1.AddSandVolumeResponse.volume:type_name -> flux.sandbox.v1.VolumeStatus
-	1,  // 6: flux.sandbox.v1.RemoveSandVolumeRequest.sandbox:type_name -> flux.sandbox.v1.SandboxRef
-	3,  // 7: flux.sandbox.v1.RemoveSandVolumeResponse.volume:type_name -> flux.sandbox.v1.VolumeStatus
-	0,  // 8: flux.sandbox.v1.RemoveSandVolumeResponse.result:type_name -> flux.sandbox.v1.RemoveSandVolumeResponse.Result
-	8,  // 9: flux.sandbox.v1.BusyInfo.holders:type_name -> flux.sandbox.v1.Holder
-	1,  // 10: flux.sandbox.v1.ListSandVolumesRequest.sandbox:type_name -> flux.sandbox.v1.SandboxRef
-	3,  // 11: flux.sandbox.v1.ListSandVolumesResponse.volumes:type_name -> flux.sandbox.v1.VolumeStatus
-	4,  // 12: flux.sandbox.v1.SandboxVolumeService.AddSandVolume:input_type -> flux.sandbox.v1.AddSandVolumeRequest
-	6,  // 13: flux.sandbox.v1.SandboxVolumeService.RemoveSandVolume:input_type -> flux.sandbox.v1.RemoveSandVolumeRequest
-	10, // 14: flux.sandbox.v1.SandboxVolumeService.ListSandVolumes:input_type -> flux.sandbox.v1.ListSandVolumesRequest
-	5,  // 15: flux.sandbox.v1.SandboxVolumeService.AddSandVolume:output_type -> flux.sandbox.v1.AddSandVolumeResponse
-	7,  // 16: flux.sandbox.v1.SandboxVolumeService.RemoveSandVolume:output_type -> flux.sandbox.v1.RemoveSandVolumeResponse
-	11, // 17: flux.sandbox.v1.SandboxVolumeService.ListSandVolumes:output_type -> flux.sandbox.v1.ListSandVolumesResponse
-	15, // [15:18] is the sub-list for method output_type
-	12, // [12:15] is the sub-list for method input_type
-	12, // [12:12] is the sub-list for extension type_name
-	12, // [12:12] is the sub-list for extension extendee
-	0,  // [0:12] is the sub-list for field type_name
+	3,  // 0: flux.sandbox.v1.DynamicVolume.detach:type_name -> flux.sandbox.v1.DetachRequest
+	13, // 1: flux.sandbox.v1.VolumeStatus.since:type_name -> google.protobuf.Timestamp
+	13, // 2: flux.sandbox.v1.VolumeStatus.next_retry_time:type_name -> google.protobuf.Timestamp
+	9,  // 3: flux.sandbox.v1.VolumeStatus.holders:type_name -> flux.sandbox.v1.Holder
+	1,  // 4: flux.sandbox.v1.AddSandVolumeRequest.sandbox:type_name -> flux.sandbox.v1.SandboxRef
+	2,  // 5: flux.sandbox.v1.AddSandVolumeRequest.volume:type_name -> flux.sandbox.v1.DynamicVolume
+	4,  // 6: flux.sandbox.v1.AddSandVolumeResponse.volume:type_name -> flux.sandbox.v1.VolumeStatus
+	1,  // 7: flux.sandbox.v1.RemoveSandVolumeRequest.sandbox:type_name -> flux.sandbox.v1.SandboxRef
+	4,  // 8: flux.sandbox.v1.RemoveSandVolumeResponse.volume:type_name -> flux.sandbox.v1.VolumeStatus
+	0,  // 9: flux.sandbox.v1.RemoveSandVolumeResponse.result:type_name -> flux.sandbox.v1.RemoveSandVolumeResponse.Result
+	9,  // 10: flux.sandbox.v1.BusyInfo.holders:type_name -> flux.sandbox.v1.Holder
+	1,  // 11: flux.sandbox.v1.ListSandVolumesRequest.sandbox:type_name -> flux.sandbox.v1.SandboxRef
+	4,  // 12: flux.sandbox.v1.ListSandVolumesResponse.volumes:type_name -> flux.sandbox.v1.VolumeStatus
+	5,  // 13: flux.sandbox.v1.SandboxVolumeService.AddSandVolume:input_type -> flux.sandbox.v1.AddSandVolumeRequest
+	7,  // 14: flux.sandbox.v1.SandboxVolumeService.RemoveSandVolume:input_type -> flux.sandbox.v1.RemoveSandVolumeRequest
+	11, // 15: flux.sandbox.v1.SandboxVolumeService.ListSandVolumes:input_type -> flux.sandbox.v1.ListSandVolumesRequest
+	6,  // 16: flux.sandbox.v1.SandboxVolumeService.AddSandVolume:output_type -> flux.sandbox.v1.AddSandVolumeResponse
+	8,  // 17: flux.sandbox.v1.SandboxVolumeService.RemoveSandVolume:output_type -> flux.sandbox.v1.RemoveSandVolumeResponse
+	12, // 18: flux.sandbox.v1.SandboxVolumeService.ListSandVolumes:output_type -> flux.sandbox.v1.ListSandVolumesResponse
+	16, // [16:19] is the sub-list for method output_type
+	13, // [13:16] is the sub-list for method input_type
+	13, // [13:13] is the sub-list for extension type_name
+	13, // [13:13] is the sub-list for extension extendee
+	0,  // [0:13] is the sub-list for field type_name
 }
 
 func init() { file_sandbox_v1_volume_proto_init() }
@@ -1205,7 +1296,7 @@ func file_sandbox_v1_volume_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_sandbox_v1_volume_proto_rawDesc), len(file_sandbox_v1_volume_proto_rawDesc)),
 			NumEnums:      1,
-			NumMessages:   11,
+			NumMessages:   12,
 			NumExtensions: 0,
 			NumServices:   1,
 		},
