@@ -5,7 +5,6 @@ import "github.com/containerd/errdefs"
 // kindBelow has the kinds of the reasons that packages mount and capacity give, which import nothing of ours. The test
 // reads them off those packages.
 var kindBelow = map[Reason]error{
-	"TARGET_INVALID":         errdefs.ErrInvalidArgument,
 	"TARGET_SYMLINK":         errdefs.ErrFailedPrecondition,
 	"TARGET_NOT_DIRECTORY":   errdefs.ErrFailedPrecondition,
 	"TARGET_NOT_EMPTY":       errdefs.ErrFailedPrecondition,
@@ -22,13 +21,12 @@ var kindBelow = map[Reason]error{
 	"SOURCE_SYMLINK":         errdefs.ErrFailedPrecondition,
 	"SOURCE_ESCAPES":         errdefs.ErrFailedPrecondition,
 	"SOURCE_NOT_DIRECTORY":   errdefs.ErrFailedPrecondition,
-	"SOURCE_INVALID":         errdefs.ErrInvalidArgument,
 	"SOURCE_NOT_MOUNTED":     errdefs.ErrUnavailable,
+	"VOLUME_OFFLINE":         errdefs.ErrUnavailable,
 	"SUBPATH_NOT_FOUND":      errdefs.ErrNotFound,
 	"SUBPATH_SYMLINK":        errdefs.ErrFailedPrecondition,
 	"SUBPATH_ESCAPES":        errdefs.ErrInvalidArgument,
 	"SUBPATH_NOT_DIRECTORY":  errdefs.ErrFailedPrecondition,
-	"SUBPATH_INVALID":        errdefs.ErrInvalidArgument,
 	"FILESYSTEM_REFUSED":     errdefs.ErrFailedPrecondition,
 	"IDMAP_UNSUPPORTED":      errdefs.ErrFailedPrecondition,
 	"MAY_HANG":               errdefs.ErrFailedPrecondition,

@@ -64,6 +64,7 @@ const (
 	GroupNotFound      Reason = "GROUP_NOT_FOUND"
 	ImageNotFound      Reason = "IMAGE_NOT_FOUND"
 	InvalidImage       Reason = "INVALID_IMAGE"
+	ImagePullFailed    Reason = "IMAGE_PULL_FAILED"
 	NoAgent            Reason = "NO_AGENT"
 	NodeDead           Reason = "NODE_DEAD"
 	NoCapacity         Reason = "NO_CAPACITY"
@@ -71,6 +72,9 @@ const (
 	PodNameTaken       Reason = "POD_NAME_TAKEN"
 	PodRefused         Reason = "POD_REFUSED"
 	PodsUnavailable    Reason = "PODS_UNAVAILABLE"
+	ClaimNameTaken     Reason = "CLAIM_NAME_TAKEN"
+	ClaimRefused       Reason = "CLAIM_REFUSED"
+	ClaimTerminating   Reason = "CLAIM_TERMINATING"
 	AgentUnavailable   Reason = "AGENT_UNAVAILABLE"
 	AgentRecovering    Reason = "AGENT_RECOVERING"
 	OperationPending   Reason = "OPERATION_PENDING"
@@ -96,6 +100,9 @@ const (
 	DriverRefused      Reason = "DRIVER_REFUSED"
 	NotAvailable       Reason = "NOT_AVAILABLE"
 	SecretUnavailable  Reason = "SECRET_UNAVAILABLE"
+	VolumeOffline      Reason = "VOLUME_OFFLINE"
+	AnchorPending      Reason = "ANCHOR_PENDING"
+	AnchorLost         Reason = "ANCHOR_LOST"
 	Internal           Reason = "INTERNAL"
 )
 

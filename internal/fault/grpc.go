@@ -3,6 +3,7 @@ package fault
 import (
 	"context"
 	"errors"
+	"strings"
 
 	"github.com/containerd/errdefs"
 	"google.golang.org/genproto/googleapis/rpc/errdetails"
@@ -52,13 +53,20 @@ func ToGRPC(err error, details ...protoadapt.MessageV1) error {
 			break
 		}
 	}
+	// What is no UTF-8, such as a path from inside a sandbox, would cost the whole answer.
+	message := valid(err.Error())
 	info := &errdetails.ErrorInfo{Reason: string(ReasonOf(err)), Domain: Domain, Metadata: MetadataOf(err)}
-	st, detailErr := status.New(code, err.Error()).WithDetails(append([]protoadapt.MessageV1{info}, details...)...)
+	for k, v := range info.Metadata {
+		info.Metadata[k] = valid(v)
+	}
+	st, detailErr := status.New(code, message).WithDetails(append([]protoadapt.MessageV1{info}, details...)...)
 	if detailErr != nil {
-		return status.Error(code, err.Error())
+		return status.Error(code, message)
 	}
 	return st.Err()
 }
+
+func valid(s string) string { return strings.ToValidUTF8(s, "\uFFFD") }
 
 // FromGRPC is the reverse of ToGRPC, for a caller: the same kind, reason, message and metadata. An error
 // that carries no ErrorInfo of our domain keeps its kind; nil stays nil.

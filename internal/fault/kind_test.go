@@ -5,6 +5,7 @@ import (
 	"go/ast"
 	"go/parser"
 	"go/token"
+	"slices"
 	"strconv"
 	"strings"
 	"testing"
@@ -87,9 +88,32 @@ func TestEveryReasonOfThePackagesBelowHasAKind(t *testing.T) {
 	}
 }
 
+// A status with a string that is no UTF-8 would lose its reason on its way.
+func TestWordsOfASandboxCanBeSent(t *testing.T) {
+	err := fault.FromGRPC(fault.ToGRPC(fault.New(errdefs.ErrFailedPrecondition, fault.Busy, "used by \xff").With("by", "\xfe")))
+	if fault.ReasonOf(err) != fault.Busy || err.Error() != "used by \uFFFD" || fault.MetadataOf(err)["by"] != "\uFFFD" {
+		t.Errorf("%v, %s, %v", err, fault.ReasonOf(err), fault.MetadataOf(err))
+	}
+}
+
 func TestUnknownReasonIsTransient(t *testing.T) {
 	err := fault.New(fault.KindOf("FROM_THE_FUTURE"), "FROM_THE_FUTURE", "something new")
 	if fault.IsPermanent(err) {
 		t.Error("an unknown reason is permanent")
+	}
+}
+
+// A program compares reasons: two words for one cause, such as INVALID_TARGET and TARGET_INVALID, make it miss one.
+func TestNoReasonIsAnotherOneTurnedAround(t *testing.T) {
+	all := append(reasons(t), append(reasonsBelow(t, "../mount/errors.go"), reasonsBelow(t, "../capacity/errors.go")...)...)
+	seen := map[string]fault.Reason{}
+	for _, r := range all {
+		words := strings.Split(strings.ReplaceAll(string(r), "SUB_PATH", "SUBPATH"), "_")
+		slices.Sort(words)
+		key := strings.Join(words, "_")
+		if other, ok := seen[key]; ok && other != r {
+			t.Errorf("%s and %s are one cause: keep one word", other, r)
+		}
+		seen[key] = r
 	}
 }
