@@ -72,7 +72,7 @@ type Placed struct {
 // process that dies in between leaves them, empty, in the sandbox's own layer
 // or tmpfs, where they do no harm.)
 //
-// Reasons: TARGET_INVALID, TARGET_SYMLINK, TARGET_NOT_DIRECTORY,
+// Reasons: INVALID_TARGET, TARGET_SYMLINK, TARGET_NOT_DIRECTORY,
 // TARGET_NOT_EMPTY, TARGET_ON_VOLUME, TARGET_SHARED, TARGET_READ_ONLY (permanent
 // until somebody changes something), ATTACH_RACED, MOUNT_LIMIT,
 // OUTCOME_UNKNOWN, NAMESPACE_GONE.

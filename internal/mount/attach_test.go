@@ -90,15 +90,15 @@ func TestTargetsRefused(t *testing.T) {
 		list, err := ns.Mounts()
 		check(t, err)
 		for _, tc := range []struct{ target, reason string }{
-			{"relative", ReasonTargetInvalid},
-			{"", ReasonTargetInvalid},
-			{"/", ReasonTargetInvalid},
-			{"/a/../b", ReasonTargetInvalid},
-			{"/a/", ReasonTargetInvalid},
-			{"/a//b", ReasonTargetInvalid},
-			{"/./a", ReasonTargetInvalid},
-			{"/a\x00b", ReasonTargetInvalid},
-			{"/" + strings.Repeat("a/", unix.PathMax/2) + "a", ReasonTargetInvalid},
+			{"relative", ReasonInvalidTarget},
+			{"", ReasonInvalidTarget},
+			{"/", ReasonInvalidTarget},
+			{"/a/../b", ReasonInvalidTarget},
+			{"/a/", ReasonInvalidTarget},
+			{"/a//b", ReasonInvalidTarget},
+			{"/./a", ReasonInvalidTarget},
+			{"/a\x00b", ReasonInvalidTarget},
+			{"/" + strings.Repeat("a/", unix.PathMax/2) + "a", ReasonInvalidTarget},
 			{"/link", ReasonTargetSymlink},
 			{"/link/new", ReasonTargetSymlink},
 			{"/dangling", ReasonTargetSymlink},
@@ -119,7 +119,7 @@ func TestTargetsRefused(t *testing.T) {
 			if reason(err) != tc.reason {
 				t.Errorf("%.40q: %v, want %s", tc.target, err, tc.reason)
 			}
-			if tc.reason == ReasonTargetInvalid && !errdefs.IsInvalidArgument(err) || tc.reason != ReasonTargetInvalid && !errdefs.IsFailedPrecondition(err) {
+			if tc.reason == ReasonInvalidTarget && !errdefs.IsInvalidArgument(err) || tc.reason != ReasonInvalidTarget && !errdefs.IsFailedPrecondition(err) {
 				t.Errorf("%.40q: kind of %v", tc.target, err)
 			}
 		}

@@ -64,7 +64,7 @@ var errBusy = errors.New("busy")
 // That the container's init is gone is no obstacle.
 func (ns *Namespace) Detach(ctx context.Context, target string, id Identity, opts DetachOptions) (DetachResult, error) {
 	if id.IsZero() {
-		return DetachResult{}, &Error{Op: "detach", Path: target, Code: ReasonTargetInvalid, Kind: errdefs.ErrInvalidArgument, Message: "no mount was recorded"}
+		return DetachResult{}, &Error{Op: "detach", Path: target, Code: ReasonInvalidTarget, Kind: errdefs.ErrInvalidArgument, Message: "no mount was recorded"}
 	}
 	for attempt := 1; ; attempt++ {
 		result, err := ns.detachOnce(ctx, target, id, false, opts)

@@ -35,7 +35,7 @@
 //
 // Calls that may wait for a dead file server (see MayHang) are made by a helper
 // process with a deadline: CloneInHelper, CloneMountedInHelper, StatfsInHelper,
-// DetachInHelper. The binary must call RunHelperIfAsked first thing in main.
+// OnlineInHelper, DetachInHelper. The binary must call RunHelperIfAsked first thing in main.
 //
 // # Kernels
 //

@@ -12,7 +12,7 @@ import (
 // Reasons: machine-readable causes, returned by the Reason methods of the
 // errors of this package. They are part of the product's API: never renamed.
 const (
-	ReasonTargetInvalid       = "TARGET_INVALID"         // not a clean absolute path, or "/"
+	ReasonInvalidTarget       = "INVALID_TARGET"         // not a clean absolute path, or "/"
 	ReasonTargetSymlink       = "TARGET_SYMLINK"         // a component of the target is a symbolic link
 	ReasonTargetNotDirectory  = "TARGET_NOT_DIRECTORY"   // a component exists and is no directory
 	ReasonTargetNotEmpty      = "TARGET_NOT_EMPTY"       // the directory has entries that the volume would hide
@@ -32,13 +32,14 @@ const (
 	ReasonSourceSymlink       = "SOURCE_SYMLINK"         // source path goes through a symbolic link
 	ReasonSourceEscapes       = "SOURCE_ESCAPES"         // source path leaves its root
 	ReasonSourceNotDirectory  = "SOURCE_NOT_DIRECTORY"   // source is no directory
-	ReasonSourceInvalid       = "SOURCE_INVALID"         // source path is malformed, or cannot be cloned
+	ReasonInvalidSource       = "INVALID_SOURCE"         // source path is malformed, or cannot be cloned
 	ReasonSourceNotMounted    = "SOURCE_NOT_MOUNTED"     // another mount, or none, is where the source was mounted
+	ReasonVolumeOffline       = "VOLUME_OFFLINE"         // the filesystem was shut down, or has lost its device or server
 	ReasonSubPathNotFound     = "SUBPATH_NOT_FOUND"      // subPath does not exist (it is never created)
 	ReasonSubPathSymlink      = "SUBPATH_SYMLINK"        // subPath goes through a symbolic link
 	ReasonSubPathEscapes      = "SUBPATH_ESCAPES"        // subPath leaves the volume
 	ReasonSubPathNotDirectory = "SUBPATH_NOT_DIRECTORY"  // subPath is no directory
-	ReasonSubPathInvalid      = "SUBPATH_INVALID"        // subPath is malformed
+	ReasonInvalidSubPath      = "INVALID_SUB_PATH"       // subPath is malformed
 	ReasonFilesystem          = "FILESYSTEM_REFUSED"     // the kernel refused to set up the filesystem
 	ReasonIDMapUnsupported    = "IDMAP_UNSUPPORTED"      // the filesystem cannot be id-mapped
 	ReasonMountLimit          = "MOUNT_LIMIT"            // fs.mount-max is reached
@@ -78,7 +79,7 @@ func (e *Error) Error() string {
 	if e.Err != nil {
 		fmt.Fprintf(&b, ": %s", e.Err)
 	}
-	return b.String()
+	return strings.ToValidUTF8(b.String(), "\uFFFD") // a path of a sandbox may be any bytes, and no message takes them
 }
 
 // Unwrap makes errors.Is find both the kind and the cause.

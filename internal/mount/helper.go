@@ -38,6 +38,7 @@ const (
 	helperClone  helperOp = "clone"
 	helperMount  helperOp = "clone mounted"
 	helperStatfs helperOp = "statfs"
+	helperOnline helperOp = "look at"
 	helperDetach helperOp = "detach"
 )
 
@@ -94,6 +95,15 @@ func StatfsInHelper(ctx context.Context, t *Tree) (Usage, error) {
 	}
 	answer, _, err := runHelper(ctx, helperRequest{Op: helperStatfs}, []*os.File{t.file})
 	return answer.Usage, err
+}
+
+// OnlineInHelper is Tree.Online in a helper.
+func OnlineInHelper(ctx context.Context, t *Tree) error {
+	if err := t.open("look at"); err != nil {
+		return err
+	}
+	_, _, err := runHelper(ctx, helperRequest{Op: helperOnline}, []*os.File{t.file})
+	return err
 }
 
 // DetachInHelper is Namespace.Detach in a helper, for mounts of filesystems
@@ -226,19 +236,20 @@ func RunHelperIfAsked() {
 	if os.Getenv(helperEnv) == "" {
 		return
 	}
+	// It ends by syscall.Exit: os.Exit lets a binary that was built with the race detector sleep for a second first.
 	os.Unsetenv(helperEnv)
 	unix.CloseOnExec(helperSocket)
 	buf := make([]byte, helperMax)
 	n, err := unix.Read(helperSocket, buf)
 	var req helperRequest
 	if err != nil || n == 0 || json.Unmarshal(buf[:n], &req) != nil {
-		os.Exit(1)
+		syscall.Exit(1)
 	}
 	go func() {
 		// Nothing more is sent: this returns when the other side is gone.
 		for {
 			if _, err := unix.Read(helperSocket, make([]byte, 1)); err != unix.EINTR {
-				os.Exit(1)
+				syscall.Exit(1)
 			}
 		}
 	}()
@@ -256,9 +267,9 @@ func RunHelperIfAsked() {
 	}
 	runtime.KeepAlive(tree)
 	if err != nil {
-		os.Exit(1)
+		syscall.Exit(1)
 	}
-	os.Exit(0)
+	syscall.Exit(0)
 }
 
 func (req helperRequest) run() (answer helperAnswer, tree *Tree, err error) {
@@ -280,6 +291,8 @@ func (req helperRequest) run() (answer helperAnswer, tree *Tree, err error) {
 	case helperStatfs:
 		answer.Usage, err = statfs(helperFile)
 		return answer, nil, err
+	case helperOnline:
+		return answer, nil, online(helperFile, "")
 	case helperDetach:
 		ns, err := enterFile(helperFile, nil, "", modern())
 		if err != nil {

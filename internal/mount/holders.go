@@ -8,6 +8,8 @@ import (
 	"path"
 	"strconv"
 	"strings"
+	"unicode"
+	"unicode/utf8"
 
 	"golang.org/x/sys/unix"
 )
@@ -200,7 +202,18 @@ func command(dir int) string {
 	if err != nil {
 		return "?"
 	}
-	return strings.TrimSpace(string(data))
+	return printable(strings.TrimSpace(string(data)))
+}
+
+// printable replaces what is no printable text. A process gives itself its name: bytes that are no UTF-8 would fit into no
+// message, and control characters would be commands to the terminal of who reads it.
+func printable(s string) string {
+	return strings.Map(func(r rune) rune {
+		if unicode.IsPrint(r) {
+			return r
+		}
+		return utf8.RuneError
+	}, s)
 }
 
 // readNumbers returns the entries of a directory that are numbers.

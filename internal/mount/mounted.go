@@ -3,6 +3,7 @@ package mount
 import (
 	"context"
 	"runtime"
+	"slices"
 
 	"github.com/containerd/errdefs"
 	"golang.org/x/sys/unix"
@@ -47,8 +48,23 @@ func ownMounts() ([]Info, error) {
 // CloneMounted is Clone of the directory subPath (empty for the root) of what is
 // mounted at a path, if that is still the mount with the identity: else whatever
 // lies below the place of a mount that is gone would be taken for it.
-// Reasons: SOURCE_NOT_MOUNTED, and those of OpenRoot and OpenSubPath.
+// Reasons: SOURCE_NOT_MOUNTED, VOLUME_OFFLINE, and those of OpenRoot and OpenSubPath.
 func CloneMounted(at string, id Identity, subPath string) (*Tree, error) {
+	tree, err := cloneMounted(at, id, subPath)
+	if err != nil {
+		if gone := ifOffline(err, at); gone != nil {
+			err = gone
+		}
+		return nil, err
+	}
+	if err := online(tree.fd(), at); err != nil {
+		tree.Close()
+		return nil, err
+	}
+	return tree, nil
+}
+
+func cloneMounted(at string, id Identity, subPath string) (*Tree, error) {
 	root, err := OpenRoot(at)
 	if err != nil {
 		return nil, err
@@ -79,9 +95,9 @@ func CloneMounted(at string, id Identity, subPath string) (*Tree, error) {
 }
 
 // HeldElsewhere returns the other mount namespaces of the node that have a
-// matching mount which does not go with the given one: those that propagation
-// made of it are unmounted with it. Mounts of our own namespace do not count.
-func HeldElsewhere(ctx context.Context, m Match, at Info) ([]NamespaceRef, error) {
+// matching mount which does not go with the given ones: those that propagation
+// made of them are unmounted with them. Mounts of our own namespace do not count.
+func HeldElsewhere(ctx context.Context, m Match, with ...Info) ([]NamespaceRef, error) {
 	own, err := namespaceInode(unix.AT_FDCWD, "/proc/thread-self/ns/mnt")
 	if err != nil {
 		return nil, failed("look for holders", "", "cannot read our own namespace", err)
@@ -97,7 +113,9 @@ func HeldElsewhere(ctx context.Context, m Match, at Info) ([]NamespaceRef, error
 		}
 		var stay []Info
 		for _, i := range ref.Mounts {
-			copied := at.PeerGroup != 0 && (i.PeerGroup == at.PeerGroup || i.Master == at.PeerGroup)
+			copied := slices.ContainsFunc(with, func(at Info) bool {
+				return at.PeerGroup != 0 && (i.PeerGroup == at.PeerGroup || i.Master == at.PeerGroup)
+			})
 			if !copied {
 				stay = append(stay, i)
 			}

@@ -55,7 +55,7 @@ func Enter(p *Process) (*Namespace, error) { return enter(p, "", modern()) }
 // pivoted yet: root is the directory in that namespace that it will pivot to, a mount point. The Namespace stays the
 // container's when the runtime goes on, since pivot_root(2) moves nobody whose root is the new one already.
 // Reasons: NAMESPACE_GONE; NAMESPACE_IS_HOST when root is our root or the process has our mount namespace;
-// TARGET_INVALID when root is no mount point, as after the pivot.
+// INVALID_TARGET when root is no mount point, as after the pivot.
 func EnterAt(p *Process, root string) (*Namespace, error) { return enter(p, root, modern()) }
 
 func enter(p *Process, root string, modern bool) (*Namespace, error) {
@@ -180,7 +180,7 @@ func (t *thread) enter(nsFD, proc int, root string) error {
 func changeRoot(root string) error {
 	fd, err := unix.Openat2(unix.AT_FDCWD, root, &unix.OpenHow{Flags: directoryPath, Resolve: unix.RESOLVE_NO_SYMLINKS | unix.RESOLVE_NO_MAGICLINKS})
 	if err != nil {
-		return &Error{Op: "enter namespace", Path: root, Code: ReasonTargetInvalid, Kind: errdefs.ErrFailedPrecondition,
+		return &Error{Op: "enter namespace", Path: root, Code: ReasonInvalidTarget, Kind: errdefs.ErrFailedPrecondition,
 			Message: "the container's root cannot be opened in its namespace", Err: err}
 	}
 	defer unix.Close(fd)
@@ -189,7 +189,7 @@ func changeRoot(root string) error {
 		return fmt.Errorf("statx %s: %w", root, err)
 	}
 	if st.Attributes&unix.STATX_ATTR_MOUNT_ROOT == 0 {
-		return &Error{Op: "enter namespace", Path: root, Code: ReasonTargetInvalid, Kind: errdefs.ErrFailedPrecondition,
+		return &Error{Op: "enter namespace", Path: root, Code: ReasonInvalidTarget, Kind: errdefs.ErrFailedPrecondition,
 			Message: "the container's root is no mount point of its namespace"}
 	}
 	if err := unix.Fchdir(fd); err != nil {

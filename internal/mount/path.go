@@ -43,18 +43,18 @@ func openat2(dirfd int, name string, flags, resolve uint64) (int, error) {
 type pathReasons struct{ notFound, symlink, escapes, notDirectory, invalid string }
 
 var (
-	sourceReasons  = pathReasons{ReasonSourceNotFound, ReasonSourceSymlink, ReasonSourceEscapes, ReasonSourceNotDirectory, ReasonSourceInvalid}
-	subPathReasons = pathReasons{ReasonSubPathNotFound, ReasonSubPathSymlink, ReasonSubPathEscapes, ReasonSubPathNotDirectory, ReasonSubPathInvalid}
+	sourceReasons  = pathReasons{ReasonSourceNotFound, ReasonSourceSymlink, ReasonSourceEscapes, ReasonSourceNotDirectory, ReasonInvalidSource}
+	subPathReasons = pathReasons{ReasonSubPathNotFound, ReasonSubPathSymlink, ReasonSubPathEscapes, ReasonSubPathNotDirectory, ReasonInvalidSubPath}
 )
 
 // OpenRoot opens an operator-configured directory as a starting point for
 // OpenBeneath. The path must be absolute and clean and may go through no
 // symbolic link: else whoever owns the link chooses the root.
-// Reasons: SOURCE_INVALID, SOURCE_NOT_FOUND, SOURCE_SYMLINK, SOURCE_NOT_DIRECTORY.
+// Reasons: INVALID_SOURCE, SOURCE_NOT_FOUND, SOURCE_SYMLINK, SOURCE_NOT_DIRECTORY.
 func OpenRoot(root string) (*os.File, error) {
 	const op = "open root"
 	if !path.IsAbs(root) || path.Clean(root) != root || strings.ContainsRune(root, 0) {
-		return nil, &Error{Op: op, Path: root, Code: ReasonSourceInvalid, Kind: errdefs.ErrInvalidArgument,
+		return nil, &Error{Op: op, Path: root, Code: ReasonInvalidSource, Kind: errdefs.ErrInvalidArgument,
 			Message: "a root must be an absolute path without '.', '..' or doubled slashes"}
 	}
 	fd, err := openat2(unix.AT_FDCWD, root, directoryPath, noLinks)

@@ -21,7 +21,7 @@ func TestAttachBeforeThePivot(t *testing.T) {
 			t.Errorf("entered without its root: %v", err)
 		}
 		for _, wrong := range []string{filepath.Dir(root), root + "/tmp", root + "/missing"} {
-			if _, err := enter(s.proc, wrong, modern); reason(err) != ReasonTargetInvalid {
+			if _, err := enter(s.proc, wrong, modern); reason(err) != ReasonInvalidTarget {
 				t.Errorf("%s: %v", wrong, err)
 			}
 		}
@@ -51,7 +51,7 @@ func TestAttachBeforeThePivot(t *testing.T) {
 		if info, ok, err := fresh.Find(placed.Identity); err != nil || !ok || info.MountPoint != "/new/data" {
 			t.Errorf("another thread found %+v, %v, %v", info, ok, err)
 		}
-		if _, err := enter(s.proc, root, modern); reason(err) != ReasonTargetInvalid {
+		if _, err := enter(s.proc, root, modern); reason(err) != ReasonInvalidTarget {
 			t.Errorf("entered by the old root: %v", err)
 		}
 		s2, err := ns.Detach(context.Background(), "/new/data", placed.Identity, DetachOptions{Force: true})

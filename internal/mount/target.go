@@ -45,7 +45,7 @@ func newWalker(t *thread, target string, steps Observer) (*walker, error) {
 
 func checkTarget(target string) error {
 	if !path.IsAbs(target) || target == "/" || path.Clean(target) != target || strings.ContainsRune(target, 0) || len(target) >= unix.PathMax {
-		return &Error{Op: "attach", Path: target, Code: ReasonTargetInvalid, Kind: errdefs.ErrInvalidArgument,
+		return &Error{Op: "attach", Path: target, Code: ReasonInvalidTarget, Kind: errdefs.ErrInvalidArgument,
 			Message: "a target must be an absolute path below '/', without '.', '..' or doubled slashes"}
 	}
 	return nil

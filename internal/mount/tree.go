@@ -34,12 +34,12 @@ type Usage struct {
 
 // Clone makes a detached tree of one directory of the caller's own mount
 // namespace. It is nosuid, nodev and private from the start. Mounts below the
-// directory are not part of it. Reason: SOURCE_INVALID.
+// directory are not part of it. Reason: INVALID_SOURCE.
 func Clone(dir *os.File) (*Tree, error) {
 	tree, err := cloneAt(int(dir.Fd()))
 	runtime.KeepAlive(dir)
 	if errors.Is(err, unix.EINVAL) {
-		return nil, &Error{Op: "clone", Path: dir.Name(), Code: ReasonSourceInvalid, Kind: errdefs.ErrFailedPrecondition,
+		return nil, &Error{Op: "clone", Path: dir.Name(), Code: ReasonInvalidSource, Kind: errdefs.ErrFailedPrecondition,
 			Message: "the directory is not in this process's mount namespace, or is unbindable", Err: err}
 	}
 	if err != nil {

@@ -60,16 +60,24 @@ var badSubPaths = []struct {
 	{"plain/below", "NOT_DIRECTORY", errdefs.IsFailedPrecondition},
 }
 
+// reasonFor is the reason for a bad path of a source or a subPath.
+func reasonFor(what, suffix string) string {
+	if suffix == "INVALID" {
+		return map[string]string{"SOURCE": ReasonInvalidSource, "SUBPATH": ReasonInvalidSubPath}[what]
+	}
+	return what + "_" + suffix
+}
+
 func TestPathsBeneath(t *testing.T) {
 	vol := sourceTree(t)
 	root, err := OpenRoot(vol)
 	check(t, err)
 	defer root.Close()
 	for _, tc := range badSubPaths {
-		if _, err := OpenBeneath(root, tc.name); reason(err) != "SOURCE_"+tc.suffix || !tc.is(err) {
+		if _, err := OpenBeneath(root, tc.name); reason(err) != reasonFor("SOURCE", tc.suffix) || !tc.is(err) {
 			t.Errorf("source %.20q: %v", tc.name, err)
 		}
-		if _, err := OpenSubPath(root, tc.name); reason(err) != "SUBPATH_"+tc.suffix || !tc.is(err) {
+		if _, err := OpenSubPath(root, tc.name); reason(err) != reasonFor("SUBPATH", tc.suffix) || !tc.is(err) {
 			t.Errorf("subPath %.20q: %v", tc.name, err)
 		}
 	}
@@ -89,10 +97,10 @@ func TestPathsBeneath(t *testing.T) {
 func TestRoots(t *testing.T) {
 	vol := sourceTree(t)
 	for _, tc := range []struct{ root, reason string }{
-		{"relative", ReasonSourceInvalid},
-		{"", ReasonSourceInvalid},
-		{vol + "/", ReasonSourceInvalid},
-		{vol + "/a/../b", ReasonSourceInvalid},
+		{"relative", ReasonInvalidSource},
+		{"", ReasonInvalidSource},
+		{vol + "/", ReasonInvalidSource},
+		{vol + "/a/../b", ReasonInvalidSource},
 		{vol + "/inner", ReasonSourceSymlink},
 		{vol + "/inner/b", ReasonSourceSymlink},
 		{"/proc/self/root", ReasonSourceSymlink},
@@ -122,7 +130,7 @@ func TestSub(t *testing.T) {
 			tree := clone(t, vol)
 			check(t, tree.SetAttributes(Attributes{ReadOnly: true}))
 			for _, tc := range badSubPaths {
-				if _, err := sub(tree, tc.name); reason(err) != "SUBPATH_"+tc.suffix || !tc.is(err) {
+				if _, err := sub(tree, tc.name); reason(err) != reasonFor("SUBPATH", tc.suffix) || !tc.is(err) {
 					t.Errorf("%.20q: %v", tc.name, err)
 				}
 			}
@@ -221,7 +229,7 @@ func TestCloneOfAnotherNamespaceIsRefused(t *testing.T) {
 	dir, err := os.Open(s.path("/tmp"))
 	check(t, err)
 	defer dir.Close()
-	if _, err := Clone(dir); reason(err) != ReasonSourceInvalid {
+	if _, err := Clone(dir); reason(err) != ReasonInvalidSource {
 		t.Error(err)
 	}
 }
