@@ -21,6 +21,12 @@ const (
 	TooLarge fault.Reason = "OBJECT_TOO_LARGE"
 	// NoNamespace: the Namespace does not exist, or is being deleted.
 	NoNamespace fault.Reason = "NAMESPACE_NOT_FOUND"
+	// SetNotFound and ClaimNotFound: there is no SandboxSet, no SandboxClaim of that name; SetExists and ClaimExists: there
+	// is one.
+	SetNotFound   fault.Reason = "SET_NOT_FOUND"
+	ClaimNotFound fault.Reason = "SANDBOX_CLAIM_NOT_FOUND"
+	SetExists     fault.Reason = "SET_EXISTS"
+	ClaimExists   fault.Reason = "SANDBOX_CLAIM_EXISTS"
 	// Forbidden: the store may not do that, by the rights it was given or by an admission policy.
 	Forbidden fault.Reason = "FORBIDDEN"
 )
@@ -40,6 +46,8 @@ type Kind struct {
 var (
 	SandboxKind = Kind{noun: "sandbox", notFound: fault.SandboxNotFound, exists: fault.SandboxExists}
 	GroupKind   = Kind{noun: "sandbox group", notFound: fault.GroupNotFound, exists: GroupExists}
+	SetKind     = Kind{noun: "sandbox set", notFound: SetNotFound, exists: SetExists}
+	ClaimKind   = Kind{noun: "sandbox claim", notFound: ClaimNotFound, exists: ClaimExists}
 )
 
 // String is the kind's name for people.

@@ -27,7 +27,7 @@ func Pick[T Object](options ListOptions, all func(func(iter.Seq[T]))) (Page[T], 
 	slices.SortFunc(page.Items, func(a, b T) int { return compareKeys(KeyOf(a), KeyOf(b)) })
 	if options.Limit > 0 && len(page.Items) > options.Limit {
 		page.Items = page.Items[:options.Limit]
-		page.Continue = encodeContinue(KeyOf(page.Items[len(page.Items)-1]))
+		page.Continue = After(page.Items[len(page.Items)-1])
 	}
 	for i, o := range page.Items {
 		page.Items[i] = o.DeepCopyObject().(T)
@@ -47,9 +47,9 @@ func compareKeys(a, b Key) int {
 	return strings.Compare(a.Name, b.Name)
 }
 
-// encodeContinue makes a ListOptions.Continue of the last object of a page.
-func encodeContinue(last Key) string {
-	return base64.RawURLEncoding.EncodeToString([]byte(last.String()))
+// After is the ListOptions.Continue of a page that ends with an object, for who cuts a page short.
+func After(last Object) string {
+	return base64.RawURLEncoding.EncodeToString([]byte(KeyOf(last).String()))
 }
 
 func decodeContinue(token string) (Key, error) {

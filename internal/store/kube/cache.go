@@ -2,6 +2,7 @@ package kube
 
 import (
 	"iter"
+	"log/slog"
 	"strconv"
 	"sync"
 
@@ -18,6 +19,7 @@ import (
 type objects[T store.Object] struct {
 	hub    follow.Hub[T]
 	listed chan struct{} // closed when it has had the first list
+	log    *slog.Logger
 
 	mu    sync.RWMutex // guards the fields below; held while the hub is told, so that its order is that of the changes
 	byKey map[store.Key]*record[T]
@@ -27,6 +29,9 @@ type objects[T store.Object] struct {
 	gone map[types.UID]uint64
 	// watched is the version up to which the watch has told everything.
 	watched uint64
+	// floor is the version of the last refresh: what is not known and not newer than it is gone, though the watch may still
+	// tell of it.
+	floor uint64
 }
 
 var (
@@ -37,6 +42,7 @@ var (
 func newObjects[T store.Object]() *objects[T] {
 	return &objects[T]{
 		listed: make(chan struct{}),
+		log:    slog.Default(),
 		byKey:  map[store.Key]*record[T]{},
 		keys:   map[types.UID]store.Key{},
 		gone:   map[types.UID]uint64{},
@@ -100,12 +106,20 @@ func (o *objects[T]) sawEnd(last *record[T]) {
 	}
 }
 
-// put makes r the state of its object unless a newer one is known. The caller holds mu.
+// put makes r the state of its object unless a newer one is known. One that cannot be read is left out: what was known before
+// stays, as nobody can tell what is wished now. The caller holds mu.
 func (o *objects[T]) put(r *record[T]) {
+	if r.unreadable != nil {
+		o.log.Error("an object cannot be read, and stays as it was for us: correct it, or delete it", "object", r.key().String(), "resourceVersion", r.version, "error", r.unreadable)
+		return
+	}
 	if _, gone := o.gone[r.uid()]; gone {
 		return
 	}
 	key := r.key()
+	if _, known := o.keys[r.uid()]; !known && r.version <= o.floor {
+		return
+	}
 	if now := o.byKey[key]; now != nil {
 		if now.version >= r.version {
 			return
@@ -147,7 +161,10 @@ func (o *objects[T]) Delete(obj any) error {
 	defer o.mu.Unlock()
 	o.watched = max(o.watched, r.version)
 	delete(o.gone, r.uid())
-	if _, known := o.keys[r.uid()]; known {
+	if key, known := o.keys[r.uid()]; known {
+		if r.unreadable != nil {
+			r = o.byKey[key]
+		}
 		o.remove(r)
 	}
 	return nil
@@ -172,12 +189,22 @@ func (o *objects[T]) Replace(list []any, resourceVersion string) error {
 	if err != nil {
 		return err
 	}
+	records := make([]*record[T], len(list))
+	for i, obj := range list {
+		records[i] = obj.(*record[T])
+	}
 	o.mu.Lock()
 	defer o.mu.Unlock()
+	o.replace(records, version)
+	return nil
+}
+
+// replace is Replace. The caller holds mu.
+func (o *objects[T]) replace(list []*record[T], version uint64) {
 	o.watched = max(o.watched, version)
 	listed := make(map[types.UID]bool, len(list))
-	for _, obj := range list {
-		listed[obj.(*record[T]).uid()] = true
+	for _, r := range list {
+		listed[r.uid()] = true
 	}
 	// What is gone goes first: a name may have passed to another object.
 	for uid, key := range o.keys {
@@ -190,14 +217,26 @@ func (o *objects[T]) Replace(list []any, resourceVersion string) error {
 			delete(o.gone, uid)
 		}
 	}
-	for _, obj := range list {
-		o.put(obj.(*record[T]))
+	for _, r := range list {
+		o.put(r)
 	}
 	select {
 	case <-o.listed:
 	default:
 		close(o.listed)
 	}
+}
+
+// refreshed takes over everything that there was at a version, which the watch may not have told of yet.
+func (o *objects[T]) refreshed(list []*record[T], resourceVersion string) error {
+	version, err := strconv.ParseUint(resourceVersion, 10, 64)
+	if err != nil {
+		return err
+	}
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	o.replace(list, version)
+	o.floor = max(o.floor, version)
 	return nil
 }
 

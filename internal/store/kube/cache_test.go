@@ -49,6 +49,8 @@ func TestObjectsAreAsTheNewestSaysWhoeverSaysIt(t *testing.T) {
 		{"a list from before an answer", "list:1 saw:a@u:5 list:4", "+a@u:5", "a@u:5", 0},
 		{"a list from before an end", "list:1 saw:a@u:3 end:a@u:3 list:4,a@u:3", "+a@u:3 -a@u:3", "", 1},
 		{"a list from after an end", "list:1 saw:a@u:3 end:a@u:3 list:9", "+a@u:3 -a@u:3", "", 0},
+		{"a refresh is ahead of the watch", "list:1 watch:a@u:2 watch:b@v:3 refresh:9,b@v:7,c@w:8 watch:a@u:4 watch:d@x:5 deleted:d@x:6 watch:b@v:7 watch:c@w:10", "+a@u:2 +b@v:3 -a@u:2 +b@v:7 +c@w:8 +c@w:10", "b@v:7 c@w:10", 0},
+		{"a refresh, and an answer from before", "list:1 refresh:9 saw:a@u:8 saw:a@u:10", "+a@u:10", "a@u:10", 0},
 		{"a list from before the object that ended", "list:1 saw:a@u:3 end:a@u:3 list:2", "+a@u:3 -a@u:3", "", 1},
 	} {
 		t.Run(tc.name, func(t *testing.T) {
@@ -85,6 +87,15 @@ func TestObjectsAreAsTheNewestSaysWhoeverSaysIt(t *testing.T) {
 						}
 					}
 					err = o.Replace(list, version)
+				case "refresh":
+					version, items, _ := strings.Cut(arg, ",")
+					var list []*record[*sandbox]
+					for item := range strings.SplitSeq(items, ",") {
+						if item != "" {
+							list = append(list, state(t, item))
+						}
+					}
+					err = o.refreshed(list, version)
 				case "watch":
 					err = o.Update(state(t, arg))
 				case "deleted":

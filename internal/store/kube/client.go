@@ -7,6 +7,7 @@ import (
 
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/runtime"
+	"k8s.io/apimachinery/pkg/runtime/schema"
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/apimachinery/pkg/watch"
 	"k8s.io/client-go/rest"
@@ -15,11 +16,16 @@ import (
 	"github.com/flux-sandbox/flux-sandbox/internal/store"
 )
 
-// newRESTClient is a client of our API group.
+// newRESTClient is a client of sandbox.flux.io.
 func newRESTClient(config *rest.Config) (*rest.RESTClient, error) {
+	return newRESTClientOf(config, v1alpha1.GroupVersion)
+}
+
+// newRESTClientOf is a client of one of our API groups.
+func newRESTClientOf(config *rest.Config, version schema.GroupVersion) (*rest.RESTClient, error) {
 	c := rest.CopyConfig(config)
 	c.APIPath = "/apis"
-	c.GroupVersion = &v1alpha1.GroupVersion
+	c.GroupVersion = &version
 	c.NegotiatedSerializer = codecs
 	c.ContentType, c.AcceptContentTypes = runtime.ContentTypeJSON, runtime.ContentTypeJSON
 	if c.QPS == 0 && c.RateLimiter == nil {
@@ -53,14 +59,13 @@ func (c client[T]) patch(ctx context.Context, key store.Key, patch []byte, subre
 		SubResource(subresource...).Body(patch).Do(ctx).Into(r)
 }
 
-// delete deletes the object if it still is in this state. It returns the object when it stays for its finalizers, nil
+// deleteWith deletes the object if it still is in this state. It returns the object when it stays for its finalizers, nil
 // when it is gone.
-func (c client[T]) delete(ctx context.Context, now *record[T]) (*record[T], error) {
+func (c client[T]) deleteWith(ctx context.Context, now *record[T], o metav1.DeleteOptions) (*record[T], error) {
 	uid, version := now.uid(), now.object.GetResourceVersion()
-	options, err := json.Marshal(metav1.DeleteOptions{
-		TypeMeta:      metav1.TypeMeta{APIVersion: "v1", Kind: "DeleteOptions"},
-		Preconditions: &metav1.Preconditions{UID: &uid, ResourceVersion: &version},
-	})
+	o.TypeMeta = metav1.TypeMeta{APIVersion: "v1", Kind: "DeleteOptions"}
+	o.Preconditions = &metav1.Preconditions{UID: &uid, ResourceVersion: &version}
+	options, err := json.Marshal(o)
 	if err != nil {
 		return nil, err
 	}

@@ -2,14 +2,18 @@ package kube
 
 import (
 	"context"
+	"fmt"
 	"iter"
 	"slices"
 	"sync/atomic"
 
+	"github.com/containerd/errdefs"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/client-go/rest"
 
+	"github.com/flux-sandbox/flux-sandbox/internal/fault"
 	"github.com/flux-sandbox/flux-sandbox/internal/store"
 )
 
@@ -72,6 +76,20 @@ func (c *collection[T]) Follow(ctx context.Context, keys ...store.Key) iter.Seq[
 	return c.objects.hub.Follow(ctx, keys, func(f func(iter.Seq[T])) { c.objects.each(keys, f) })
 }
 
+// refresh reads all objects from the API server, as they are at this moment: what other processes have written, and
+// writes of ours that had no answer, are known when it returns, whatever the watch has told.
+func (c *collection[T]) refresh(ctx context.Context) error {
+	answer, err := c.client.list(ctx, metav1.ListOptions{})
+	if err != nil {
+		return c.fault(ctx, "list", store.Key{}, err)
+	}
+	list, ok := answer.(*recordList[T])
+	if !ok {
+		return fmt.Errorf("list objects of kind %s: the answer is a %T", c.kind, answer)
+	}
+	return c.objects.refreshed(list.Items, list.ResourceVersion)
+}
+
 // fresh reads the object from the API server. known is what was known of it before, or nil.
 func (c *collection[T]) fresh(ctx context.Context, key store.Key, known *record[T]) (*record[T], error) {
 	if c.kind.CheckKey(key) != nil { // there is none, and it would be no URL
@@ -79,6 +97,8 @@ func (c *collection[T]) fresh(ctx context.Context, key store.Key, known *record[
 	}
 	r, err := c.client.get(ctx, key)
 	switch {
+	case err == nil && r.unreadable != nil:
+		return nil, fault.New(errdefs.ErrFailedPrecondition, fault.InvalidRequest, "read %s %s: a field of it cannot be read (%w): correct it (kubectl edit), or delete it", c.kind, key, r.unreadable)
 	case err == nil:
 		if r = c.objects.saw(r); r != nil {
 			return r, nil

@@ -9,6 +9,10 @@
 // precondition, by the caller's own function), or finds nothing to do, is computed again from the object as the API
 // server has it now, if that is another.
 //
+// An object that the API server accepts and this build cannot read, as its schema cannot say all that Go wants of a quantity
+// or a time, is left out, or stays as it was before, and the log says so: whoever may make one object must not keep all
+// others from being seen.
+//
 // # Versions
 //
 // The watch is not the only source: the answer to a write, and that to a question, is taken over as well, so that who

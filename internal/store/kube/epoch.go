@@ -7,6 +7,7 @@ import (
 	"strconv"
 
 	"github.com/containerd/errdefs"
+	coordinationv1 "k8s.io/api/coordination/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
@@ -41,7 +42,7 @@ func (s *Store) NextEpochOf(ctx context.Context, holder string) (int64, error) {
 		if err != nil {
 			return 0, fault.New(errdefs.ErrUnavailable, store.Unavailable, "count up the epoch: %w", err)
 		}
-		if present := lease.Spec.HolderIdentity; holder != "" && (present == nil || *present != holder) {
+		if holder != "" && !holds(lease, holder) {
 			return 0, fault.New(errdefs.ErrConflict, fault.Conflict, "count up the epoch: another replica leads by now")
 		}
 		epoch, err := strconv.ParseInt(lease.ResourceVersion, 10, 64)
@@ -62,6 +63,24 @@ func (s *Store) NextEpochOf(ctx context.Context, holder string) (int64, error) {
 		}
 	}
 	return 0, fault.New(errdefs.ErrConflict, fault.Conflict, "count up the epoch: the Lease changed during each of %d attempts", maxAttempts)
+}
+
+// Leads asks the API server whether the leader of that identity leads still. A process cannot know by itself: it may have
+// been suspended, and with it every clock that it could look at. Errors: ErrConflict when it does not, ErrUnavailable.
+func (s *Store) Leads(ctx context.Context, holder string) error {
+	lease, err := s.leases.Get(ctx, s.lease, metav1.GetOptions{})
+	switch {
+	case apierrors.IsNotFound(err), err == nil && !holds(lease, holder):
+		return fault.New(errdefs.ErrConflict, fault.Conflict, "%s leads no longer: the Lease %q is another's by now, or is gone", holder, s.lease)
+	case err != nil:
+		return fault.New(errdefs.ErrUnavailable, store.Unavailable, "ask whether %s leads still: %w", holder, err)
+	}
+	return nil
+}
+
+func holds(lease *coordinationv1.Lease, identity string) bool {
+	present := lease.Spec.HolderIdentity
+	return present != nil && *present == identity
 }
 
 // spend is the patch that gives the Lease another version and notes the one that it had.

@@ -2,6 +2,7 @@ package kube
 
 import (
 	"bytes"
+	"errors"
 	"fmt"
 	"reflect"
 	"strconv"
@@ -13,6 +14,7 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 	utiljson "k8s.io/apimachinery/pkg/util/json"
 
+	agentsv1alpha1 "github.com/flux-sandbox/flux-sandbox/api/agents/v1alpha1"
 	"github.com/flux-sandbox/flux-sandbox/api/sandbox/v1alpha1"
 	"github.com/flux-sandbox/flux-sandbox/internal/store"
 )
@@ -24,13 +26,26 @@ type record[T store.Object] struct {
 	object  T
 	raw     []byte
 	version uint64 // the resourceVersion
+	// unreadable is why nothing but the metadata is understood of it; nil as a rule.
+	unreadable error
 }
 
-// UnmarshalJSON implements json.Unmarshaler.
+// UnmarshalJSON implements json.Unmarshaler. What the API server accepts and this build cannot read (a quantity or a time that
+// Go takes for none) makes that object unreadable, and is no error: it would be one of the list or the watch that all others
+// are in.
 func (r *record[T]) UnmarshalJSON(data []byte) error {
 	object := reflect.New(reflect.TypeFor[T]().Elem()).Interface().(T)
-	if err := utiljson.Unmarshal(data, object); err != nil {
-		return err
+	unreadable := utiljson.Unmarshal(data, object)
+	if unreadable != nil {
+		var meta metav1.PartialObjectMetadata
+		if err := utiljson.Unmarshal(data, &meta); err != nil {
+			return errors.Join(unreadable, err)
+		}
+		object = reflect.New(reflect.TypeFor[T]().Elem()).Interface().(T)
+		object.SetNamespace(meta.Namespace)
+		object.SetName(meta.Name)
+		object.SetUID(meta.UID)
+		object.SetResourceVersion(meta.ResourceVersion)
 	}
 	version, err := strconv.ParseUint(object.GetResourceVersion(), 10, 64)
 	if err != nil {
@@ -38,7 +53,7 @@ func (r *record[T]) UnmarshalJSON(data []byte) error {
 	}
 	// They are half of many objects, and nobody here reads them. The JSON keeps them.
 	object.SetManagedFields(nil)
-	*r = record[T]{object: object, raw: bytes.Clone(data), version: version}
+	*r = record[T]{object: object, raw: bytes.Clone(data), version: version, unreadable: unreadable}
 	return nil
 }
 
@@ -77,7 +92,10 @@ func newScheme() *runtime.Scheme {
 	s := runtime.NewScheme()
 	addKind(s, sandboxKind)
 	addKind(s, groupKind)
+	addKind(s, setKind)
+	addKind(s, claimKind)
 	metav1.AddToGroupVersion(s, v1alpha1.GroupVersion)
+	metav1.AddToGroupVersion(s, agentsv1alpha1.GroupVersion)
 	metav1.AddToGroupVersion(s, schema.GroupVersion{Version: "v1"})
 	return s
 }

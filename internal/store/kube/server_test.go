@@ -201,4 +201,16 @@ func TestEpochOutlivesTheLease(t *testing.T) {
 	if e, err := s.NextEpochOf(t.Context(), "new"); err != nil || e <= last {
 		t.Errorf("epoch %d after %d: %v", e, last, err)
 	}
+	if err := s.Leads(t.Context(), "old"); !errdefs.IsConflict(err) {
+		t.Errorf("the old leader leads still: %v", err)
+	}
+	if err := s.Leads(t.Context(), "new"); err != nil {
+		t.Error(err)
+	}
+	if err := leases.Delete(t.Context(), lease.Name, metav1.DeleteOptions{}); err != nil {
+		t.Fatal(err)
+	}
+	if err := s.Leads(t.Context(), "new"); !errdefs.IsConflict(err) {
+		t.Errorf("somebody leads without a Lease: %v", err)
+	}
 }

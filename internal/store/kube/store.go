@@ -56,6 +56,7 @@ func Open(ctx context.Context, config *rest.Config, options Options) (*Store, er
 		leases:    coordination.Leases(options.Lease.Namespace),
 		lease:     options.Lease.Name,
 	}
+	s.sandboxes.objects.log, s.groups.objects.log = options.Log, options.Log
 	watching, stop := context.WithCancel(context.Background())
 	s.stop = stop
 	s.watches.Go(func() { s.sandboxes.watch(watching, options.Log) })
@@ -76,6 +77,10 @@ func (s *Store) Sandboxes() store.Sandboxes { return s.sandboxes }
 
 // Groups implements store.Store.
 func (s *Store) Groups() store.Groups { return s.groups }
+
+// Refresh reads all sandboxes from the API server. Who acts on how many there are calls it when it takes office, and after a
+// write of unknown outcome: a watch may be behind.
+func (s *Store) Refresh(ctx context.Context) error { return s.sandboxes.refresh(ctx) }
 
 // Close ends the watches and every Follow.
 func (s *Store) Close() {

@@ -8,6 +8,7 @@ import (
 	"slices"
 
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
 	"github.com/flux-sandbox/flux-sandbox/internal/store"
 	"github.com/flux-sandbox/flux-sandbox/internal/store/patch"
@@ -77,12 +78,16 @@ func (c *collection[T]) UpdateStatus(ctx context.Context, key store.Key, pre sto
 
 // Delete implements store.Writer.
 func (c *collection[T]) Delete(ctx context.Context, key store.Key, pre store.Preconditions) error {
+	return c.deleteWith(ctx, key, pre, metav1.DeleteOptions{})
+}
+
+func (c *collection[T]) deleteWith(ctx context.Context, key store.Key, pre store.Preconditions, options metav1.DeleteOptions) error {
 	_, err := c.mutate(ctx, "delete", key, pre, func(now *record[T]) (write[T], error) {
 		if now.object.GetDeletionTimestamp() != nil {
 			return nil, nil
 		}
 		return func(ctx context.Context) (next, last *record[T], err error) {
-			next, err = c.client.delete(ctx, now)
+			next, err = c.client.deleteWith(ctx, now, options)
 			if next == nil {
 				last = now
 			}

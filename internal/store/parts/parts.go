@@ -6,6 +6,7 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/runtime/schema"
 
+	agentsv1alpha1 "github.com/flux-sandbox/flux-sandbox/api/agents/v1alpha1"
 	"github.com/flux-sandbox/flux-sandbox/api/sandbox/v1alpha1"
 	"github.com/flux-sandbox/flux-sandbox/internal/store"
 )
@@ -41,6 +42,24 @@ var (
 		Status:     func(o *v1alpha1.SandboxGroup) any { return &o.Status },
 		copySpec:   func(to, from *v1alpha1.SandboxGroup) { to.Spec = from.Spec },
 		copyStatus: func(to, from *v1alpha1.SandboxGroup) { to.Status = from.Status },
+	}
+	Sets = Kind[*agentsv1alpha1.SandboxSet]{
+		Kind:       store.SetKind,
+		GVK:        agentsv1alpha1.GroupVersion.WithKind("SandboxSet"),
+		Empty:      func() *agentsv1alpha1.SandboxSet { return &agentsv1alpha1.SandboxSet{} },
+		Spec:       func(o *agentsv1alpha1.SandboxSet) any { return &o.Spec },
+		Status:     func(o *agentsv1alpha1.SandboxSet) any { return &o.Status },
+		copySpec:   func(to, from *agentsv1alpha1.SandboxSet) { to.Spec = from.Spec },
+		copyStatus: func(to, from *agentsv1alpha1.SandboxSet) { to.Status = from.Status },
+	}
+	Claims = Kind[*agentsv1alpha1.SandboxClaim]{
+		Kind:       store.ClaimKind,
+		GVK:        agentsv1alpha1.GroupVersion.WithKind("SandboxClaim"),
+		Empty:      func() *agentsv1alpha1.SandboxClaim { return &agentsv1alpha1.SandboxClaim{} },
+		Spec:       func(o *agentsv1alpha1.SandboxClaim) any { return &o.Spec },
+		Status:     func(o *agentsv1alpha1.SandboxClaim) any { return &o.Status },
+		copySpec:   func(to, from *agentsv1alpha1.SandboxClaim) { to.Spec = from.Spec },
+		copyStatus: func(to, from *agentsv1alpha1.SandboxClaim) { to.Status = from.Status },
 	}
 )
 
