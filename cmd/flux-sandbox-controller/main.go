@@ -53,6 +53,11 @@ func command() *cobra.Command {
 	f.StringVar(&c.Audience, "audience", "", "the audience that callers' tokens must have (default sandbox.flux.io/api)")
 	f.BoolVar(&c.APIServerTokens, "api-server-tokens", false, "accept callers' tokens that are meant for the API server, too")
 	f.StringSliceVar(&c.DirectDrivers, "direct-drivers", nil, "CSI drivers whose volumes the agents publish themselves: those of csi.drivers in the agents' configuration (default: the built-in one)")
+	f.StringVar(&c.AnchorImage, "anchor-image", "", "image of the Pods that have kubelet mount volumes for sandboxes (default: the controller's own)")
+	f.StringSliceVar(&c.AnchorPullSecrets, "anchor-pull-secrets", nil, "names of the Secrets that the image is pulled with, each to be in the namespaces of the claims")
+	f.DurationVar(&c.AnchorGrace, "anchor-grace", 0, "how long such a Pod is kept when nobody uses it (default 1m)")
+	f.Float64Var(&c.AnchorRate, "anchor-rate", 0, "how many such Pods are made in a second (default 20)")
+	f.IntVar(&c.AnchorBurst, "anchor-burst", 0, "how many at once (default 50)")
 	f.StringVar(&c.Log.Level, "log-level", "info", "debug, info, warn or error")
 	f.StringVar(&c.Log.Format, "log-format", "json", "json or text")
 	return cmd

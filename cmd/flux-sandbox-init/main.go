@@ -1,6 +1,7 @@
 // Command flux-sandbox-init is PID 1 of every container-backed sandbox.
 //
 //	flux-sandbox-init WORKDIR -- COMMAND [ARG...]
+//	flux-sandbox-init -wait DURATION
 //
 // It starts COMMAND as its only child, forwards signals to it, reaps every process that loses its parent, and exits
 // with the command's code, or with 128 plus the number of the signal that ended it. A PID 1 that does not reap counts
@@ -9,6 +10,9 @@
 // The working directory belongs to the child alone, and is entered when the child starts: the runtime enters its own
 // before the volumes are attached, so it may stand below a mount; and an init that stayed in it would keep that
 // volume busy for ever.
+//
+// With -wait it starts nothing, and waits until SIGTERM, and then for that long, as an anchor's container, whose successor
+// has to have the volume before it ends. It ends by itself since kubelet shortens no grace period once it has begun.
 //
 // Exit codes of its own follow the shell's (POSIX, "Exit Status for Commands"): 126 when the command cannot be run,
 // 127 when it does not exist.
@@ -20,6 +24,7 @@ import (
 	"os/signal"
 	"runtime"
 	"strings"
+	"time"
 
 	"golang.org/x/sys/unix"
 	"syscall"
@@ -35,6 +40,9 @@ const (
 func main() {
 	// One thread's worth of Go is enough, and every further thread counts against the sandbox's pids limit.
 	runtime.GOMAXPROCS(1)
+	if len(os.Args) == 3 && os.Args[1] == "-wait" {
+		wait(os.Args[2])
+	}
 	if len(os.Args) < 4 || os.Args[2] != "--" {
 		fail(exitUsage, "usage: flux-sandbox-init WORKDIR -- COMMAND [ARG...]")
 	}
@@ -52,6 +60,19 @@ func main() {
 	}
 	go forward(signals, child)
 	os.Exit(reapUntil(child))
+}
+
+// wait waits until SIGTERM, then for a time, and exits.
+func wait(after string) {
+	d, err := time.ParseDuration(after)
+	if err != nil {
+		fail(exitUsage, err.Error())
+	}
+	signals := make(chan os.Signal, 1)
+	signal.Notify(signals, unix.SIGTERM)
+	<-signals
+	<-time.After(d)
+	os.Exit(0)
 }
 
 // start runs argv as a child in a process group of its own, which becomes the terminal's foreground group if there is

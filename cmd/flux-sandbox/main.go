@@ -20,10 +20,28 @@ import (
 
 func main() {
 	mount.RunHelperIfAsked() // this process may be a helper that may be abandoned
-	if err := command().Execute(); err != nil {
+	executed, err := command().ExecuteC()
+	var usage usageError
+	switch {
+	case err == nil:
+	case errors.As(err, &usage):
+		fmt.Fprintf(os.Stderr, "flux-sandbox: %v (see: %s --help)\n", err, executed.CommandPath())
+		os.Exit(2)
+	default:
 		fmt.Fprintln(os.Stderr, "flux-sandbox:", err)
 		os.Exit(1)
 	}
+}
+
+// usageError is an error in the command line itself.
+type usageError struct{ error }
+
+// noArgs is the Args of every command.
+func noArgs(_ *cobra.Command, args []string) error {
+	if len(args) > 0 {
+		return usageError{fmt.Errorf("%q is not known", args[0])}
+	}
+	return nil
 }
 
 func command() *cobra.Command {
@@ -34,19 +52,22 @@ func command() *cobra.Command {
 		SilenceUsage:  true,
 		SilenceErrors: true,
 		Version:       version.String(),
+		Args:          noArgs,
+		RunE:          func(cmd *cobra.Command, _ []string) error { return cmd.Help() },
 	}
+	root.SetFlagErrorFunc(func(_ *cobra.Command, err error) error { return usageError{err} })
 	root.PersistentFlags().StringVarP(&file, "config", "c", "", "configuration file (default "+standalone.DefaultConfigFile+", if it exists)")
 	root.AddCommand(
 		&cobra.Command{
 			Use:   "serve",
 			Short: "Run the server in the foreground; SIGHUP applies the groups of the configuration file again",
-			Args:  cobra.NoArgs,
+			Args:  noArgs,
 			RunE:  func(*cobra.Command, []string) error { return serve(file) },
 		},
 		&cobra.Command{
 			Use:   "check-config",
 			Short: "Check the configuration file",
-			Args:  cobra.NoArgs,
+			Args:  noArgs,
 			RunE: func(cmd *cobra.Command, _ []string) error {
 				if _, err := standalone.LoadConfig(file); err != nil {
 					return err
@@ -59,7 +80,7 @@ func command() *cobra.Command {
 	)
 	if failpoint.Enabled {
 		root.AddCommand(&cobra.Command{
-			Use: "failpoints", Short: "List the steps at which a test can stop this build", Args: cobra.NoArgs,
+			Use: "failpoints", Short: "List the steps at which a test can stop this build", Args: noArgs,
 			Run: func(cmd *cobra.Command, _ []string) {
 				fmt.Fprintln(cmd.OutOrStdout(), strings.Join(failpoint.Names(), "\n"))
 			},
@@ -108,10 +129,10 @@ func resetCommand(file *string) *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "reset",
 		Short: "Remove every sandbox of this machine and all state of flux-sandbox, but no volume's data",
-		Args:  cobra.NoArgs,
+		Args:  noArgs,
 		RunE: func(*cobra.Command, []string) error {
 			if !yes {
-				return errors.New("reset removes every sandbox of this machine: say so with --yes")
+				return usageError{errors.New("reset removes every sandbox of this machine: say so with --yes")}
 			}
 			config, err := standalone.LoadConfig(*file)
 			if err != nil {

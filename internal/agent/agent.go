@@ -131,6 +131,7 @@ type Agent struct {
 	reaper    *reaper
 	recorder  *recorder
 	inventory *inventory
+	offline   *offline
 	metrics   *metrics
 	log       *slog.Logger
 	// bootID is the kernel's; instanceID changes with every start of the agent.
@@ -170,6 +171,7 @@ func Open(ctx context.Context, config Config) (*Agent, error) {
 	a.reaper = newReaper(a)
 	a.recorder = newRecorder(a)
 	a.inventory = newInventory()
+	a.offline = newOffline(a)
 	a.prepared = &preparedVolumes{sources: config.Sources, journal: j, log: config.Log, stopping: stopping,
 		bucket: rate.NewLimiter(rate.Limit(config.PrepareRate), config.PrepareBurst),
 		unused: a.reaper.wake, changed: a.inventory.changedKey, busy: map[string]*preparation{}, pins: map[string]int{}}

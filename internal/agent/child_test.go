@@ -13,6 +13,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/flux-sandbox/flux-sandbox/api/sandbox/v1alpha1"
 	"github.com/flux-sandbox/flux-sandbox/internal/agent"
 	"github.com/flux-sandbox/flux-sandbox/internal/agent/agenttest"
 	"github.com/flux-sandbox/flux-sandbox/internal/containers"
@@ -28,7 +29,8 @@ type child struct {
 	Dir, Init, Logger string // of the containers' environment
 	Hook, HookSocket  string
 	Data, Run, Socket string
-	Containerd, NRI   string // of the Pods
+	Containerd, NRI   string // of the Pods; empty for none
+	Kubelet           string // kubelet's folder, for volumes of anchors; empty for none
 	Ready             string // a file that is made when it serves
 }
 
@@ -58,11 +60,21 @@ func (c child) serve() error {
 	if err != nil {
 		return err
 	}
-	p, err := pods.Open(ctx, pods.Config{Address: c.Containerd, NRISocket: c.NRI, HookProgram: c.Hook, HookSocket: c.HookSocket})
-	if err != nil {
-		return err
+	config := agent.Config{Node: "node", RunDir: c.Run, Containers: runtime, Sources: sources}
+	if c.Kubelet != "" {
+		if sources[v1alpha1.VolumeTypePVC], err = anchorsIn(c.Run, c.Kubelet); err != nil {
+			return err
+		}
 	}
-	a, err := agent.Open(ctx, agent.Config{Node: "node", RunDir: c.Run, Containers: runtime, Sources: sources, Pods: p})
+	connected := func() bool { return true }
+	if c.Containerd != "" {
+		p, err := pods.Open(ctx, pods.Config{Address: c.Containerd, NRISocket: c.NRI, HookProgram: c.Hook, HookSocket: c.HookSocket})
+		if err != nil {
+			return err
+		}
+		config.Pods, connected = p, p.Connected
+	}
+	a, err := agent.Open(ctx, config)
 	if err != nil {
 		return err
 	}
@@ -75,7 +87,7 @@ func (c child) serve() error {
 	}
 	ticker := time.NewTicker(time.Millisecond)
 	defer ticker.Stop()
-	for !p.Connected() {
+	for !connected() {
 		<-ticker.C
 	}
 	if err := os.WriteFile(c.Ready, nil, 0o600); err != nil {
@@ -93,7 +105,7 @@ func (p *podNode) startChild(t *testing.T) (kill func()) {
 		_ = cmd.Wait()
 	})
 	t.Cleanup(kill)
-	p.awaitChild(t, cmd, ready)
+	awaitChild(t, cmd, ready)
 	return kill
 }
 
@@ -101,11 +113,17 @@ func (p *podNode) startChild(t *testing.T) (kill func()) {
 // it serves.
 func (p *podNode) childCommand(t *testing.T) (cmd *exec.Cmd, ready string) {
 	t.Helper()
+	return childOf(t, p.Node, child{Hook: p.Env.HookPath, HookSocket: p.hook, Containerd: p.env.Address, NRI: p.nri})
+}
+
+// childOf is childCommand of any node. c says what the node itself does not.
+func childOf(t *testing.T, n *agenttest.Node, c child) (cmd *exec.Cmd, ready string) {
+	t.Helper()
 	self, err := os.Executable()
 	must(t, err)
 	ready = filepath.Join(t.TempDir(), "ready")
-	description, err := json.Marshal(child{Dir: p.Env.Dir, Init: p.Env.InitPath, Logger: p.Env.LoggerPath, Hook: p.Env.HookPath, HookSocket: p.hook, Data: p.Data,
-		Run: p.RunDir(), Socket: p.Socket(), Containerd: p.env.Address, NRI: p.nri, Ready: ready})
+	c.Dir, c.Init, c.Logger, c.Data, c.Run, c.Socket, c.Ready = n.Env.Dir, n.Env.InitPath, n.Env.LoggerPath, n.Data, n.RunDir(), n.Socket(), ready
+	description, err := json.Marshal(c)
 	must(t, err)
 	cmd = exec.Command(self)
 	cmd.Env = append(os.Environ(), childEnv+"="+string(description))
@@ -114,7 +132,7 @@ func (p *podNode) childCommand(t *testing.T) (cmd *exec.Cmd, ready string) {
 }
 
 // awaitChild starts an agent's process and waits until it serves.
-func (p *podNode) awaitChild(t *testing.T, cmd *exec.Cmd, ready string) {
+func awaitChild(t *testing.T, cmd *exec.Cmd, ready string) {
 	t.Helper()
 	must(t, cmd.Start())
 	agenttest.Eventually(t, "the agent's process serves", func() bool { _, err := os.Stat(ready); return err == nil })

@@ -13,6 +13,7 @@
 //     nobody uses any more.
 //   - recover repairs the node from journal × mountinfo × containerd before the first request is served.
 //   - inventory tells followers what the node really has.
+//   - offline finds out which mounted volumes have a dead filesystem, for the inventory to say so.
 //
 // # Pods
 //

@@ -138,7 +138,9 @@ func (a *Agent) state(uid string) *agentv1.SandboxState {
 	out := &agentv1.SandboxState{Uid: uid, Workload: &agentv1.Workload{Kind: &agentv1.Workload_Container{Container: &agentv1.ContainerWorkload{}}},
 		Restarts: record.Restarts, Removed: true}
 	for _, v := range a.journal.Volumes(uid) {
-		out.Volumes = append(out.Volumes, mountRecord(v))
+		m := mountRecord(v)
+		a.offline.mark(v, m)
+		out.Volumes = append(out.Volumes, m)
 	}
 	if sb.isPod() {
 		return podSandboxState(sb, record, out)
@@ -223,13 +225,16 @@ func modeOf(r volume.Request) v1alpha1.VolumeMode {
 func (a *Agent) heartbeat() {
 	ticker := a.config.Clock.NewTicker(a.config.Heartbeat)
 	defer ticker.Stop()
-	for {
+	for beats := 1; ; beats++ {
 		select {
 		case <-ticker.C():
 		case <-a.stopping.Done():
 			return
 		}
 		a.inventory.beat()
+		if beats%offlineEvery == 0 {
+			a.offline.look()
+		}
 		for _, sb := range a.all() {
 			// Each on its own: a sandbox that is being stopped, or whose filesystem is slow, delays no other.
 			if sb.isPod() {

@@ -353,5 +353,7 @@ func (a *Agent) RemoveAll(ctx context.Context) error {
 			errs = append(errs, a.remove(ctx, sb.uid, 0))
 		}
 	}
-	return errors.Join(errs...)
+	// What recovery could not remove: there is no later time.
+	_, err := a.config.Containers.Sweep(ctx)
+	return errors.Join(append(errs, err)...)
 }

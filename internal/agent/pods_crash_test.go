@@ -33,7 +33,7 @@ func podHookIsCutOffAt(t *testing.T, n *podNode, point string) {
 	n.Stop(t)
 	cmd, ready := n.childCommand(t)
 	cmd.Env = append(cmd.Env, failpoint.Env+"="+point+"=kill")
-	n.awaitChild(t, cmd, ready)
+	awaitChild(t, cmd, ready)
 	pod.Run(t)
 	c := pod.Start(t, podstest.Container{})
 	if err := cmd.Wait(); err == nil || !strings.Contains(err.Error(), "killed") {

@@ -26,7 +26,7 @@ func TestPodThatRequiresVolumesWhenTheAgentIsKilled(t *testing.T) {
 				n.Stop(t)
 				cmd, ready := n.childCommand(t)
 				cmd.Env = append(cmd.Env, failpoint.Env+"="+point+"=kill")
-				n.awaitChild(t, cmd, ready)
+				awaitChild(t, cmd, ready)
 				pod.Run(t)
 				reading := reads
 				reading.Command = []string{"sh", "-c", "cat /data/seed && exec sleep 3600"}

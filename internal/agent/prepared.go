@@ -146,6 +146,11 @@ func (p *preparedVolumes) acquire(ctx context.Context, r volume.Request) (volume
 		op, other := p.busy[r.Key]
 		if !other {
 			rec, ok := p.journal.Prepared(r.Key)
+			if ok && rec.Request.Type != r.Type {
+				p.mu.Unlock()
+				return volume.Prepared{}, fault.New(errdefs.ErrConflict, fault.Conflict,
+					"the volume of %s was prepared another way on this node, for its present users: it is tried again when nobody uses it any more", r.Source)
+			}
 			op = &preparation{done: make(chan struct{}), fresh: !ok || rec.Phase != journal.Ready, request: r}
 			op.check = !op.fresh
 			p.busy[r.Key] = op
@@ -335,7 +340,30 @@ func (p *preparedVolumes) held(rec journal.Prepared) (bool, error) {
 
 // space is how full a prepared volume's filesystem is. hangs says that it may wait for a server, until ctx ends. A volume
 // that is being released is not asked.
-func (p *preparedVolumes) space(ctx context.Context, r volume.Request, hangs bool) (mount.Usage, error) {
+func (p *preparedVolumes) space(ctx context.Context, r volume.Request, hangs bool) (usage mount.Usage, err error) {
+	err = p.look(ctx, r, func(tree *mount.Tree) (err error) {
+		if hangs {
+			usage, err = mount.StatfsInHelper(ctx, tree)
+		} else {
+			usage, err = tree.Statfs()
+		}
+		return err
+	})
+	return usage, err
+}
+
+// online is an error with reason VOLUME_OFFLINE if a prepared volume's filesystem is of no use any more; likewise.
+func (p *preparedVolumes) online(ctx context.Context, r volume.Request, hangs bool) error {
+	return p.look(ctx, r, func(tree *mount.Tree) error {
+		if hangs {
+			return mount.OnlineInHelper(ctx, tree)
+		}
+		return tree.Online()
+	})
+}
+
+// look looks at a prepared volume by a tree of its own.
+func (p *preparedVolumes) look(ctx context.Context, r volume.Request, at func(*mount.Tree) error) error {
 	unpin := p.pin(r.Key)
 	defer unpin()
 	p.mu.Lock()
@@ -343,19 +371,16 @@ func (p *preparedVolumes) space(ctx context.Context, r volume.Request, hangs boo
 	op := p.busy[r.Key]
 	p.mu.Unlock()
 	if !ok || rec.Phase != journal.Ready || op != nil && !op.check {
-		return mount.Usage{}, fault.New(errdefs.ErrUnavailable, fault.OperationPending, "source %s is being prepared or released", r.Source)
+		return fault.New(errdefs.ErrUnavailable, fault.OperationPending, "source %s is being prepared or released", r.Source)
 	}
 	src, ok := p.sources[r.Type]
 	if !ok {
-		return mount.Usage{}, unavailableType(r.Type)
+		return unavailableType(r.Type)
 	}
 	tree, err := src.Tree(ctx, rec.Prepared, "")
 	if err != nil {
-		return mount.Usage{}, err
+		return err
 	}
 	defer tree.Close()
-	if hangs {
-		return mount.StatfsInHelper(ctx, tree)
-	}
-	return tree.Statfs()
+	return at(tree)
 }

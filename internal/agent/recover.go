@@ -41,13 +41,7 @@ func (a *Agent) recover(ctx context.Context) error {
 
 // recoverContainers removes what belongs to no sandbox and reads the sandboxes that there are.
 func (a *Agent) recoverContainers(ctx context.Context) error {
-	removed, err := a.config.Containers.Sweep(ctx)
-	for _, l := range removed {
-		a.log.Warn("removed what a creation or deletion that was cut off had left", "leftover", fmt.Sprint(l))
-	}
-	if err != nil {
-		return err
-	}
+	a.sweep(ctx)
 	list, err := a.config.Containers.List(ctx)
 	if err != nil {
 		return err
@@ -57,6 +51,25 @@ func (a *Agent) recoverContainers(ctx context.Context) error {
 	}
 	return a.recoverPods(ctx)
 }
+
+// sweep removes what belongs to no sandbox. What cannot be removed, as a shim that does not answer, is tried again beside
+// everything else: it keeps nobody from being served.
+func (a *Agent) sweep(ctx context.Context) {
+	ctx, cancel := context.WithTimeout(ctx, recoverPatience)
+	defer cancel()
+	removed, err := a.config.Containers.Sweep(ctx)
+	for _, l := range removed {
+		a.log.Warn("removed what a creation, deletion or command that was cut off had left", "leftover", fmt.Sprint(l))
+	}
+	if err == nil || a.stopping.Err() != nil {
+		return
+	}
+	a.log.Error("what was left of something that was cut off could not be removed; it is tried again", "error", err)
+	a.after(sweepAgain, func() { a.sweep(a.stopping) })
+}
+
+// sweepAgain is the time after which a sweep that left something is tried again.
+const sweepAgain = 10 * time.Second
 
 // recoverPatience bounds what recovery does for one sandbox: a process that cannot die (in the kernel, on a dead file
 // server) must not keep the others from being served. What was not finished in time is finished later.

@@ -20,6 +20,7 @@ func (a *Agent) attachment(r *agentv1.AttachRequest, tenant string) (Attachment,
 	}
 	persistentVolume := ""
 	var csi *volume.CSIVolume
+	var anchor *volume.AnchorVolume
 	entry := v1alpha1.DynamicVolume{Target: r.GetTarget(), Mode: v1alpha1.VolumeMode(r.GetMode()), SubPath: r.GetSubPath(), TenantID: tenant}
 	switch s := r.GetSource().(type) {
 	case *agentv1.AttachRequest_Local:
@@ -30,7 +31,9 @@ func (a *Agent) attachment(r *agentv1.AttachRequest, tenant string) (Attachment,
 		entry.VolumeType, entry.Source = v1alpha1.VolumeTypePV, s.Csi.GetPersistentVolume()
 		persistentVolume, csi = s.Csi.GetPersistentVolume(), csiVolume(s.Csi)
 	case *agentv1.AttachRequest_Anchor:
-		return Attachment{}, unavailableType(v1alpha1.VolumeTypePVC)
+		// What kubelet mounts is always a claim's.
+		entry.VolumeType, entry.Source = v1alpha1.VolumeTypePVC, s.Anchor.GetClaim()
+		persistentVolume, anchor = s.Anchor.GetPvName(), anchorVolume(s.Anchor)
 	case *agentv1.AttachRequest_Snapshot:
 		return Attachment{}, unavailableType(v1alpha1.VolumeTypeSnapshot)
 	case *agentv1.AttachRequest_Oss:
@@ -66,8 +69,8 @@ func (a *Agent) attachment(r *agentv1.AttachRequest, tenant string) (Attachment,
 		Target:      entry.Target,
 		EntryHash:   r.GetEntryHash(),
 		Request: volume.Request{
-			Type: entry.VolumeType, Source: entry.Source, PersistentVolume: persistentVolume, CSI: csi, TenantID: tenant, ReadOnly: entry.Mode == v1alpha1.VolumeModeReadOnly,
-			SubPath: entry.SubPath, SizeLimitBytes: r.GetSizeLimitBytes(),
+			Type: entry.VolumeType, Source: entry.Source, PersistentVolume: persistentVolume, CSI: csi, Anchor: anchor,
+			TenantID: tenant, ReadOnly: entry.Mode == v1alpha1.VolumeModeReadOnly, SubPath: entry.SubPath, SizeLimitBytes: r.GetSizeLimitBytes(),
 			BestEffort: a.config.BestEffortLimits,
 		},
 	}, nil
@@ -89,6 +92,11 @@ func csiVolume(s *agentv1.CSISource) *volume.CSIVolume {
 	return &volume.CSIVolume{Driver: s.GetDriver(), Handle: s.GetVolumeHandle(), Attributes: s.GetAttributes(), FSType: s.GetFsType(),
 		MountOptions: s.GetMountOptions(), AccessMode: s.GetAccessMode(), ReadOnly: s.GetReadOnly(),
 		Secrets: s.GetSecrets(), NeedsSecrets: len(s.GetSecrets()) > 0}
+}
+
+func anchorVolume(s *agentv1.AnchorSource) *volume.AnchorVolume {
+	return &volume.AnchorVolume{PodUID: s.GetPodUid(), Pod: s.GetPodNamespace() + "/" + s.GetPodName(), Plugin: s.GetPlugin(),
+		Driver: s.GetDriver(), Handle: s.GetVolumeHandle()}
 }
 
 func env(vars []*agentv1.EnvVar) []containers.EnvVar {

@@ -152,11 +152,9 @@ func (u *usage) ask(v journal.Volume, types map[string]string) *question {
 	ctx, cancel := context.WithCancel(u.agent.stopping)
 	q := &question{done: make(chan struct{}), cancel: cancel}
 	u.asked[key] = q
-	fsType, onHost := types[v.Mount.Device]
-	hangs := mount.MayHang(fsType) || !onHost && v.Limit != v1alpha1.LimitImage
 	go func() {
 		defer cancel()
-		q.space, q.err = u.agent.prepared.space(ctx, v.Request, hangs)
+		q.space, q.err = u.agent.prepared.space(ctx, v.Request, hangs(v, types))
 		u.mu.Lock()
 		delete(u.asked, key)
 		u.mu.Unlock()

@@ -169,6 +169,38 @@ func (l Loops) WaitGone(ctx context.Context, image *os.File) error {
 	}
 }
 
+// AttachedName is the name under which the image of a loop device was attached (LoopName), whatever became of the file
+// since. The device is a number, "7:3". It is empty where that is no loop device, or is bound to nothing.
+func AttachedName(device string) (string, error) {
+	link, err := os.Readlink("/sys/dev/block/" + device)
+	if err != nil || !strings.HasPrefix(filepath.Base(link), "loop") {
+		return "", nil // another kind of device, or of filesystem
+	}
+	path := "/dev/" + filepath.Base(link)
+	f, err := os.OpenFile(path, os.O_RDONLY|unix.O_CLOEXEC, 0)
+	if errors.Is(err, unix.ENOENT) || errors.Is(err, unix.ENXIO) {
+		return "", nil
+	}
+	if err != nil {
+		return "", failed("open %s: %w", path, errors.Unwrap(err))
+	}
+	defer f.Close()
+	info, err := unix.IoctlLoopGetStatus64(int(f.Fd()))
+	if errors.Is(err, unix.ENXIO) {
+		return "", nil
+	}
+	if err != nil {
+		return "", failed("status of %s: %w", path, err)
+	}
+	return unix.ByteSliceToString(info.File_name[:]), nil
+}
+
+// LoopName is how a loop device calls the image of that name (without suffix).
+func LoopName(name string) string { return loopName(name + ImageSuffix) }
+
+// loopName is as much of a file's name as a loop device keeps (LO_NAME_SIZE, with a final zero).
+func loopName(file string) string { return file[:min(len(file), unix.LO_NAME_SIZE-1)] }
+
 // identity is what a loop device tells of its backing file.
 type identity struct {
 	dev, inode uint64
@@ -304,7 +336,7 @@ func bind(device, backing *os.File, name string) error {
 		Size: blockSize,
 		Info: unix.LoopInfo64{Flags: unix.LO_FLAGS_AUTOCLEAR | unix.LO_FLAGS_DIRECT_IO},
 	}
-	copy(config.Info.File_name[:len(config.Info.File_name)-1], name) // shown by losetup; nothing reads it back
+	copy(config.Info.File_name[:], loopName(name)) // AttachedName reads it back
 	err := noEINTR(func() error { return unix.IoctlLoopConfigure(int(device.Fd()), &config) })
 	if errors.Is(err, unix.EINVAL) || errors.Is(err, unix.EOPNOTSUPP) {
 		// Some kernels refuse direct I/O where others fall back in silence.

@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"io"
 	"time"
+	"unicode/utf8"
 
 	"github.com/spf13/cobra"
 	"k8s.io/utils/clock"
@@ -41,6 +42,9 @@ type Env struct {
 	Out, Err io.Writer
 	// Getenv reads the environment.
 	Getenv func(string) string
+	// Cluster is the cluster of a kubeconfig's context: of that file, or where kubectl looks for it when it is empty, and the
+	// current context likewise. found is false when there is no kubeconfig. May be nil.
+	Cluster func(kubeconfig, context string) (cluster Cluster, found bool, err error)
 	// Clock tells ages; the system's when nil.
 	Clock clock.PassiveClock
 }
@@ -51,6 +55,11 @@ type app struct {
 	address string
 	// caFile, serverName and tokenFile are for addresses that begin with tls://.
 	caFile, serverName, tokenFile string
+	// kubeconfig, context, system and account are for a cluster, which is cluster when the server is in one.
+	kubeconfig, context, system, account string
+	cluster                              Cluster
+	// nowhere is why it is not known where the server is, for commands that need one.
+	nowhere error
 
 	namespace string
 	output    string
@@ -78,6 +87,11 @@ func Main(ctx context.Context, args []string, env Env) int {
 	root.SetIn(env.In)
 	root.SetOut(env.Out)
 	root.SetErr(env.Err)
+	for _, arg := range args {
+		if !utf8.ValidString(arg) { // no message of gRPC can carry it
+			return a.finish(root, usagef("the argument %q is not UTF-8", arg))
+		}
+	}
 	command, err := root.ExecuteContextC(ctx)
 	if err != nil && ctx.Err() != nil {
 		return exitInterrupted
@@ -110,7 +124,9 @@ func (a *app) root() *cobra.Command {
 detaches volumes from them while they run.
 
 It talks to a flux-sandbox server. Where that is: --address, or the environment variable
-` + AddressEnv + `, or ` + DefaultAddress + `.
+` + AddressEnv + `, or ` + DefaultAddress + `. Where there is no such socket, or with
+--kubeconfig or --context, it is that of a Kubernetes cluster: the API server forwards a port of
+it, and fluxctl calls as a ServiceAccount of the namespace, of which it gets a token.
 
 NAME is a sandbox of the namespace given by -n; namespace/name or a UID will do as well.`,
 		Example: `  fluxctl run --name a --image busybox -- sleep infinity
@@ -122,9 +138,10 @@ NAME is a sandbox of the namespace given by -n; namespace/name or a UID will do 
 		SilenceUsage:  true,
 		Args:          noSuchCommand,
 		RunE:          func(cmd *cobra.Command, _ []string) error { return cmd.Help() },
-		PersistentPreRunE: func(*cobra.Command, []string) error {
+		PersistentPreRunE: func(cmd *cobra.Command, _ []string) error {
 			switch a.output {
 			case outTable, outJSON, outYAML:
+				a.nowhere = a.chooseServer(cmd.Flags().Changed("address"), cmd.Flags().Changed("namespace"))
 				return nil
 			}
 			return usagef("--output %q is not known: write table, json or yaml", a.output)
@@ -139,13 +156,17 @@ NAME is a sandbox of the namespace given by -n; namespace/name or a UID will do 
 	flags.StringVar(&a.caFile, "ca-file", a.Getenv(CAFileEnv), "with tls://: file with the CAs that the server's certificate must come from (default: this machine's)")
 	flags.StringVar(&a.serverName, "server-name", a.Getenv(ServerNameEnv), "with tls://: the DNS name that the certificate must have (default: the host of --address)")
 	flags.StringVar(&a.tokenFile, "token-file", a.Getenv(TokenFileEnv), "with tls://: file with the token that says who calls, as \"kubectl create token\" prints it")
-	flags.StringVarP(&a.namespace, "namespace", "n", "default", "the namespace of sandboxes")
+	flags.StringVar(&a.kubeconfig, "kubeconfig", "", "in a cluster: the file that says which and as whom (default: where kubectl looks)")
+	flags.StringVar(&a.context, "context", "", "in a cluster: the kubeconfig's context (default: its current one)")
+	flags.StringVar(&a.account, "service-account", defaultServiceAccount, "in a cluster: call as this ServiceAccount of the namespace; empty for the kubeconfig's own token, where the server takes those")
+	flags.StringVar(&a.system, "system-namespace", defaultSystemNamespace, "in a cluster: the namespace of the server")
+	flags.StringVarP(&a.namespace, "namespace", "n", "default", "the namespace of sandboxes; in a cluster the context's when not given")
 	flags.StringVarP(&a.output, "output", "o", outTable, "table, json or yaml")
 	flags.DurationVar(&a.timeout, "timeout", 2*time.Minute, "how long to wait for the server's answer; 0 for no bound")
 	root.SetFlagErrorFunc(func(_ *cobra.Command, err error) error { return usageError{err} })
 	root.AddCommand(
 		a.runCommand(), a.psCommand(), a.getCommand(), a.execCommand(), a.logsCommand(), a.rmCommand(),
-		a.pauseCommand(true), a.pauseCommand(false), a.volumeCommand(), a.imageCommand(), a.doctorCommand(),
+		a.pauseCommand(true), a.pauseCommand(false), a.volumeCommand(), a.claimCommand(), a.setCommand(), a.imageCommand(), a.doctorCommand(),
 		&cobra.Command{
 			Use: "version", Short: "Print the version of fluxctl", Args: exactly(),
 			RunE: func(*cobra.Command, []string) error {

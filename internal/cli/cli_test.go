@@ -14,6 +14,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/containerd/errdefs"
 	clocktesting "k8s.io/utils/clock/testing"
 
 	"github.com/flux-sandbox/flux-sandbox/api/sandbox/v1alpha1"
@@ -52,6 +53,7 @@ var variable = []struct {
 	{regexp.MustCompile(`"?resourceVersion"?: "[0-9]+"`), `resourceVersion: <version>`},
 	{regexp.MustCompile(`\bop-[0-9]+\b`), "<operation>"},
 	{regexp.MustCompile(`sandbox-[a-z0-9]{8}\b`), "sandbox-<random>"},
+	{regexp.MustCompile(`\bpool-[a-z0-9]{5}\b`), "pool-<random>"},
 }
 
 // TestSessions runs the command lines of each file in testdata and compares what they print. A line "$ fluxctl …"
@@ -82,6 +84,12 @@ func TestSessions(t *testing.T) {
 			for what, fate := range fates[name] {
 				e.Scheduler.Set(what, fate)
 			}
+			if name == "claims" {
+				e.MustSet("pool", 3)
+				for set, fate := range claimFates {
+					e.Pools.Set(set, fate)
+				}
+			}
 			want, err := os.ReadFile(file)
 			if err != nil {
 				t.Fatal(err)
@@ -98,6 +106,16 @@ func TestSessions(t *testing.T) {
 			}
 		})
 	}
+}
+
+// claimFates are what becomes of claims, by their set.
+var claimFates = map[string]grpcapitest.ClaimFate{
+	"slow":  {Hold: true},
+	"short": {Claimed: 1},
+	"bad":   {Reason: fault.VolumeNotFound, Message: "there is no PersistentVolume v, which is to be mounted at /data: create it first, or correct pvName"},
+	"late":  {Reason: "StartingSandbox", Message: "the time is over (claimTimeout): sandbox late-1: it is Pending"},
+	"full": {Refuse: fault.New(errdefs.ErrPermissionDenied, fault.Forbidden,
+		"create sandbox claim default/a: exceeded quota: q, requested: count/sandboxclaims.agents.kruise.io=1, used: 5, limited: 5")},
 }
 
 func session(t *testing.T, address, script string) string {
@@ -140,7 +158,7 @@ func mask(s string) string {
 
 func TestNoServer(t *testing.T) {
 	r := fluxctl(t.Context(), "unix://"+filepath.Join(t.TempDir(), "x.sock"), nil, "ps")
-	if r.code != 1 || !strings.Contains(r.errOut, "start it with: flux-sandbox") || strings.Count(r.errOut, "\n") != 1 {
+	if r.code != 1 || !strings.Contains(r.errOut, "start it with: flux-sandbox serve") || strings.Count(r.errOut, "\n") != 1 {
 		t.Errorf("got %+v", r)
 	}
 }
@@ -192,7 +210,8 @@ func TestInterruptEndsTheCommand(t *testing.T) {
 
 // TestHelp checks that every command explains itself with an example.
 func TestHelp(t *testing.T) {
-	for _, args := range []string{"", "run", "ps", "get", "exec", "logs", "rm", "pause", "resume", "volume add", "volume rm", "volume ls", "image import", "image ls", "image pull", "doctor"} {
+	for _, args := range []string{"", "run", "ps", "get", "exec", "logs", "rm", "pause", "resume", "volume add", "volume rm", "volume ls",
+		"claim", "claim ls", "claim get", "claim rm", "set ls", "set get", "set rm", "image import", "image ls", "image pull", "doctor"} {
 		r := fluxctl(t.Context(), "", nil, append(strings.Fields(args), "--help")...)
 		if r.code != 0 || !strings.Contains(r.out, "Examples:\n  fluxctl ") {
 			t.Errorf("fluxctl %s --help: %+v", args, r)

@@ -8,6 +8,8 @@ import (
 	"os"
 	"regexp"
 	"strings"
+	"unicode"
+	"unicode/utf8"
 
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/codes"
@@ -26,21 +28,29 @@ type server struct {
 	sandboxes sandboxv1.SandboxServiceClient
 	volumes   sandboxv1.SandboxVolumeServiceClient
 	named     sandboxv1.VolumeServiceClient
+	claims    sandboxv1.SandboxClaimServiceClient
+	sets      sandboxv1.SandboxSetServiceClient
 	images    sandboxv1.ImageServiceClient
 	node      sandboxv1.NodeServiceClient
 }
 
 // connect calls do with a connection. what completes "cannot …" in the error's message.
 func (a *app) connect(what string, do func(server) error) error {
-	conn, err := a.dial()
+	conn, end, err := a.reach()
 	if err != nil {
-		return err
+		var usage usageError
+		if errors.As(err, &usage) {
+			return err
+		}
+		return &failure{what: what, err: err}
 	}
-	defer func() { _ = conn.Close() }()
+	defer end()
 	err = do(server{
 		sandboxes: sandboxv1.NewSandboxServiceClient(conn),
 		volumes:   sandboxv1.NewSandboxVolumeServiceClient(conn),
 		named:     sandboxv1.NewVolumeServiceClient(conn),
+		claims:    sandboxv1.NewSandboxClaimServiceClient(conn),
+		sets:      sandboxv1.NewSandboxSetServiceClient(conn),
 		images:    sandboxv1.NewImageServiceClient(conn),
 		node:      sandboxv1.NewNodeServiceClient(conn),
 	})
@@ -50,6 +60,35 @@ func (a *app) connect(what string, do func(server) error) error {
 		return err
 	}
 	return &failure{what: what, err: err}
+}
+
+// reach makes a connection, and returns how to end it.
+func (a *app) reach() (*grpc.ClientConn, func(), error) {
+	if a.nowhere != nil {
+		return nil, nil, a.nowhere
+	}
+	if a.cluster == nil {
+		conn, err := a.dial()
+		return conn, func() { _ = conn.Close() }, err
+	}
+	ctx, cancel := a.bounded(context.Background())
+	defer cancel()
+	way, err := a.cluster.Connect(ctx, a.system, a.namespace, a.account)
+	if err != nil {
+		return nil, nil, err
+	}
+	a.address = "tls://" + way.Address // for messages
+	trust := identity.Credentials{Bundle: identity.NewBundleFile(func() ([]byte, error) { return way.CA, nil }).Bundle}
+	conn, err := grpc.NewClient("passthrough:///"+way.Address,
+		grpc.WithTransportCredentials(credentials.NewTLS(trust.ServiceClient(way.ServerName))), grpc.WithPerRPCCredentials(identity.Bearer(way.Token)))
+	if err != nil {
+		way.Close()
+		return nil, nil, err
+	}
+	return conn, func() {
+		_ = conn.Close()
+		way.Close()
+	}, nil
 }
 
 // dial makes the connection. A unix socket is guarded by its file's permissions; over a network there is TLS, and a token
@@ -125,18 +164,18 @@ func (a *app) printError(err error) {
 	}
 	st, isStatus := status.FromError(err)
 	if !isStatus {
-		fmt.Fprintf(a.Err, "fluxctl: %s%v\n", what, err)
+		fmt.Fprintf(a.Err, "fluxctl: %s%s\n", what, oneLine(err.Error()))
 		return
 	}
 	known := fault.FromGRPC(err)
 	reason := fault.ReasonOf(known)
 	switch {
 	case st.Code() == codes.Unavailable && len(st.Details()) == 0 && strings.Contains(st.Message(), "permission denied"):
-		fmt.Fprintf(a.Err, "fluxctl: %sthe socket %s may not be opened by this user: run fluxctl as root, or change the socket's group in the server's configuration\n", what, a.address)
+		fmt.Fprintf(a.Err, "fluxctl: %sthe socket %s may not be opened by this user: run fluxctl as root, or set listenGroup in the server's configuration\n", what, a.address)
 	case st.Code() == codes.Unavailable && len(st.Details()) == 0 && !strings.HasPrefix(a.address, "unix:"):
 		fmt.Fprintf(a.Err, "fluxctl: %sno connection to %s: %s\n", what, a.address, oneLine(st.Message()))
 	case st.Code() == codes.Unavailable && len(st.Details()) == 0:
-		fmt.Fprintf(a.Err, "fluxctl: %sno server answers at %s: start it with: flux-sandbox (as root); or name another by --address or %s\n", what, a.address, AddressEnv)
+		fmt.Fprintf(a.Err, "fluxctl: %sno server answers at %s: start it with: flux-sandbox serve (as root); or name another by --address or %s\n", what, a.address, AddressEnv)
 	case st.Code() == codes.DeadlineExceeded && len(st.Details()) == 0:
 		fmt.Fprintf(a.Err, "fluxctl: %sthe server did not answer within %s: try again, or wait longer with --timeout\n", what, a.timeout)
 	case len(st.Details()) == 0:
@@ -154,4 +193,14 @@ func (a *app) printError(err error) {
 	}
 }
 
-func oneLine(s string) string { return strings.Join(strings.Fields(s), " ") }
+// oneLine makes one line of a text for a terminal. What it says may come from inside a sandbox (the name of a process, of
+// a file): a control character in it would be a command to the terminal.
+func oneLine(s string) string {
+	s = strings.Join(strings.Fields(s), " ")
+	return strings.Map(func(r rune) rune {
+		if unicode.IsPrint(r) {
+			return r
+		}
+		return utf8.RuneError
+	}, s)
+}

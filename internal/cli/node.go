@@ -54,7 +54,7 @@ func (a *app) imageImportCommand() *cobra.Command {
 				defer func() { _ = f.Close() }()
 				in = f
 			}
-			return a.connect("import the image "+args[0], func(s server) error {
+			return a.connect("import the image archive", func(s server) error {
 				ctx, cancel := a.bounded(cmd.Context())
 				defer cancel()
 				stream, err := s.images.ImportImage(ctx)

@@ -1,6 +1,8 @@
 package cli
 
 import (
+	"context"
+	"errors"
 	"fmt"
 	"strings"
 
@@ -17,6 +19,7 @@ func (a *app) runCommand() *cobra.Command {
 		sb                             = &sandboxv1.Sandbox{Spec: &sandboxv1.SandboxSpec{}}
 		envs, labels, volumes, statics []string
 		cpu, memory                    string
+		file, template, pod            string
 		wait                           bool
 	)
 	cmd := &cobra.Command{
@@ -28,11 +31,20 @@ COMMAND replaces the image's entrypoint, and the ARGs its arguments.
 
 --volume adds a dynamic volume, which can be removed while the sandbox runs. Its value is a list of
 pairs: type (local), source, target, mode (rw or ro), size, sub-path, tenant; and the words ro and
-force-mount. -v adds a static volume, which stays as long as the sandbox.`,
+force-mount. -v adds a static volume, which stays as long as the sandbox.
+
+On Kubernetes a sandbox can be a Pod: one that is made from --template and goes with the sandbox, or
+one of somebody else's, say a Deployment's, which --pod names and which is never deleted.
+
+--file takes all of that from a Sandbox in YAML or JSON instead, such as Kubernetes takes and "get -o yaml"
+prints: its name (unless --name gives another), namespace (unless -n does), labels, annotations and spec.`,
 		Example: `  fluxctl run --name a --image busybox -- sleep infinity
+  fluxctl run --name worker --template pod.yaml --volume type=pvc,source=cache,target=/cache
+  fluxctl run --name web --pod web-6d4b75cb6d-hx2vz/main
   fluxctl run --image python --tenant acme --cpu 500m --memory 256Mi \
       --volume source=/srv/flux/acme/work,target=/work,size=1Gi \
-      -v /srv/flux/shared/models:/models:ro -- python3 /job/main.py`,
+      -v /srv/flux/shared/models:/models:ro -- python3 /job/main.py
+  fluxctl get a -o yaml | fluxctl run --file - --name b`,
 		Args: func(cmd *cobra.Command, args []string) error {
 			if dash := cmd.ArgsLenAtDash(); dash > 0 || dash < 0 && len(args) > 0 {
 				return usagef("%q: the command to run comes after --", args[0])
@@ -40,11 +52,28 @@ force-mount. -v adds a static volume, which stays as long as the sandbox.`,
 			return nil
 		},
 		RunE: func(cmd *cobra.Command, args []string) error {
+			if file != "" {
+				m, err := a.manifest(cmd, file, args)
+				if err != nil {
+					return err
+				}
+				return a.create(cmd, m, wait)
+			}
 			sb.Namespace = a.namespace
 			if len(args) > 0 {
 				sb.Spec.Command, sb.Spec.Args = args[:1], args[1:]
 			}
 			var err error
+			if template != "" {
+				if sb.Spec.Template, err = a.readTemplate(template); err != nil {
+					return err
+				}
+			}
+			if pod != "" {
+				if sb.Spec.PodRef, err = parsePod(pod); err != nil {
+					return err
+				}
+			}
 			if sb.Spec.Env, err = a.parseEnv(envs); err != nil {
 				return err
 			}
@@ -75,15 +104,7 @@ force-mount. -v adds a static volume, which stays as long as the sandbox.`,
 			if len(limits) > 0 {
 				sb.Spec.Resources = &sandboxv1.Resources{Limits: limits}
 			}
-			return a.connect("run the sandbox", func(s server) error {
-				ctx, cancel := a.bounded(cmd.Context())
-				defer cancel()
-				created, err := s.sandboxes.CreateSandbox(ctx, &sandboxv1.CreateSandboxRequest{Sandbox: sb, Wait: wait})
-				if err != nil {
-					return err
-				}
-				return a.showSandbox(created, func() error { return a.tellSandbox(created) })
-			})
+			return a.create(cmd, sb, wait)
 		},
 	}
 	flags := cmd.Flags()
@@ -100,8 +121,24 @@ force-mount. -v adds a static volume, which stays as long as the sandbox.`,
 	flags.StringVar(&sb.Spec.RestartPolicy, "restart", "", "Always, OnFailure or Never (default Always)")
 	flags.StringArrayVar(&volumes, "volume", nil, "a dynamic volume: source=/srv/data,target=/data[,mode=ro][,size=1Gi]…; may be repeated")
 	flags.StringArrayVarP(&statics, "mount", "v", nil, "a static volume: SOURCE:TARGET[:ro]; may be repeated")
+	flags.StringVarP(&file, "file", "f", "", "a file with a Sandbox in YAML or JSON, - for fluxctl's input; instead of the other flags")
+	flags.StringVar(&template, "template", "", "on Kubernetes: be a Pod that is made from this file, a Pod or a PodTemplateSpec in YAML; - for stdin")
+	flags.StringVar(&pod, "pod", "", "on Kubernetes: be this Pod of somebody else's: NAME, or NAME/CONTAINER for another container than the first")
 	flags.BoolVar(&wait, "wait", true, "wait until it runs or has ended")
 	return cmd
+}
+
+// create makes a sandbox and says what became of it.
+func (a *app) create(cmd *cobra.Command, sb *sandboxv1.Sandbox, wait bool) error {
+	return a.connect("run the sandbox", func(s server) error {
+		ctx, cancel := a.bounded(cmd.Context())
+		defer cancel()
+		created, err := s.sandboxes.CreateSandbox(ctx, &sandboxv1.CreateSandboxRequest{Sandbox: sb, Wait: wait})
+		if err != nil {
+			return err
+		}
+		return a.showSandbox(created, func() error { return a.tellSandbox(created) })
+	})
 }
 
 func (a *app) psCommand() *cobra.Command {
@@ -152,30 +189,14 @@ func (a *app) psCommand() *cobra.Command {
 	return cmd
 }
 
-func (a *app) sandboxTable(items []v1alpha1.Sandbox, namespaces bool) error {
-	if len(items) == 0 {
-		where := "namespace " + a.namespace
-		if namespaces {
-			where = "any namespace"
-		}
-		_, err := fmt.Fprintf(a.Err, "no sandboxes in %s\n", where)
-		return err
-	}
-	columns := []string{"NAME", "STATUS", "AGE", "VOLUMES", "NODE", "TENANT", "MESSAGE"}
-	if namespaces {
-		columns = append([]string{"NAMESPACE"}, columns...)
-	}
-	t := newTable(a.Out, columns...)
+func (a *app) sandboxTable(items []v1alpha1.Sandbox, all bool) error {
+	rows := a.listing("sandboxes", all, "STATUS", "AGE", "VOLUMES", "NODE", "TENANT", "MESSAGE")
 	for i := range items {
 		sb := &items[i]
-		cells := []string{sb.Name, phase(sb), a.age(sb.CreationTimestamp.Time), sb.Status.VolumesReady, sb.Status.Node, sb.Spec.TenantID,
-			because(sb.Status.Reason, sb.Status.Message)}
-		if namespaces {
-			cells = append([]string{sb.Namespace}, cells...)
-		}
-		t.row(cells...)
+		rows.add(sb, phase(sb), a.age(sb.CreationTimestamp.Time), sb.Status.VolumesReady, sb.Status.Node, sb.Spec.TenantID,
+			because(sb.Status.Reason, sb.Status.Message))
 	}
-	return t.flush()
+	return rows.print()
 }
 
 // phase is the word for where a sandbox is.
@@ -301,36 +322,62 @@ func (a *app) rmCommand() *cobra.Command {
 in their volumes stays.`,
 		Example: `  fluxctl rm a b
   fluxctl rm --wait=false a`,
-		Args: func(_ *cobra.Command, args []string) error {
-			if len(args) == 0 {
-				return usagef("NAME is missing")
-			}
-			return nil
-		},
+		Args: someNames,
 		RunE: func(cmd *cobra.Command, args []string) error {
-			for _, name := range args {
-				err := a.connect("delete sandbox "+name, func(s server) error {
-					ctx, cancel := a.bounded(cmd.Context())
-					defer cancel()
-					_, err := s.sandboxes.DeleteSandbox(ctx, &sandboxv1.DeleteSandboxRequest{Sandbox: a.ref(name), Wait: wait})
-					return err
-				})
-				if err != nil {
-					return err
-				}
-				end := "is gone"
-				if !wait {
-					end = "is being deleted"
-				}
-				if _, err := fmt.Fprintf(a.Out, "sandbox %s %s\n", name, end); err != nil {
-					return err
-				}
-			}
-			return nil
+			return a.deleteEach(cmd, "sandbox", "sandboxes", args, wait, func(ctx context.Context, s server, name string) error {
+				_, err := s.sandboxes.DeleteSandbox(ctx, &sandboxv1.DeleteSandboxRequest{Sandbox: a.ref(name), Wait: wait})
+				return err
+			})
 		},
 	}
 	cmd.Flags().BoolVar(&wait, "wait", true, "wait until nothing of it is left")
 	return cmd
+}
+
+// someNames is the Args of a command that takes one name or more.
+func someNames(_ *cobra.Command, args []string) error {
+	if len(args) == 0 {
+		return usagef("NAME is missing")
+	}
+	return nil
+}
+
+// deleteEach deletes the objects of these names, and goes on when one cannot be deleted. noun and plural are what they are.
+func (a *app) deleteEach(cmd *cobra.Command, noun, plural string, names []string, wait bool, do func(ctx context.Context, s server, name string) error) error {
+	end := "is gone"
+	if !wait {
+		end = "is being deleted"
+	}
+	gone, failed := []string{}, false
+	for _, name := range names {
+		err := a.connect("delete "+noun+" "+name, func(s server) error {
+			ctx, cancel := a.bounded(cmd.Context())
+			defer cancel()
+			return do(ctx, s, name)
+		})
+		var usage usageError
+		switch {
+		case errors.As(err, &usage) || cmd.Context().Err() != nil:
+			return err
+		case err != nil: // the others are deleted all the same
+			a.printError(err)
+			failed = true
+			continue
+		}
+		gone = append(gone, name)
+		if a.output == outTable {
+			if _, err := fmt.Fprintf(a.Out, "%s %s %s\n", noun, name, end); err != nil {
+				return err
+			}
+		}
+	}
+	if err := a.show(map[string]any{plural: gone, "gone": wait}, func() error { return nil }); err != nil {
+		return err
+	}
+	if failed {
+		return exitError(exitFailed)
+	}
+	return nil
 }
 
 func (a *app) pauseCommand(paused bool) *cobra.Command {

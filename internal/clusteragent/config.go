@@ -1,8 +1,10 @@
 package clusteragent
 
 import (
+	"cmp"
 	"errors"
 	"net"
+	"path/filepath"
 	"slices"
 	"strings"
 
@@ -11,6 +13,7 @@ import (
 	"github.com/flux-sandbox/flux-sandbox/internal/csidriver"
 	"github.com/flux-sandbox/flux-sandbox/internal/node"
 	"github.com/flux-sandbox/flux-sandbox/internal/observability"
+	"github.com/flux-sandbox/flux-sandbox/internal/volume/anchor"
 	"github.com/flux-sandbox/flux-sandbox/internal/volume/csi"
 )
 
@@ -30,12 +33,13 @@ type Config struct {
 	Log observability.LogConfig `json:"log,omitempty"`
 }
 
-const (
-	// DefaultListen is the default of Config.Listen.
-	DefaultListen = ":9470"
-	// DefaultCSISocket is where the built-in CSI driver answers, unless csi.drivers says otherwise.
-	DefaultCSISocket = "/var/lib/kubelet/plugins/" + csidriver.Name + "/csi.sock"
-)
+// DefaultListen is the default of Config.Listen.
+const DefaultListen = ":9470"
+
+// defaultCSISocket is where the built-in CSI driver answers, unless csi.drivers says otherwise.
+func defaultCSISocket(kubelet string) string {
+	return filepath.Join(cmp.Or(kubelet, anchor.DefaultKubelet), "plugins", csidriver.Name, "csi.sock")
+}
 
 // ParseConfig reads a configuration. $(NAME) stands for the environment variable of that name, as in a Pod's command;
 // hostname gives the default of the node's name.
@@ -52,7 +56,7 @@ func ParseConfig(data []byte, env func(string) string, hostname func() (string, 
 		return c, node.Invalid("volumes.pool is a standalone server's: in a cluster, flux-sandbox-csi has a pool of its own")
 	}
 	if !slices.ContainsFunc(c.CSI.Drivers, func(d csi.Driver) bool { return d.Name == csidriver.Name }) {
-		c.CSI.Drivers = append(c.CSI.Drivers, csi.Driver{Name: csidriver.Name, Socket: DefaultCSISocket, NodeLocal: true})
+		c.CSI.Drivers = append(c.CSI.Drivers, csi.Driver{Name: csidriver.Name, Socket: defaultCSISocket(c.Kubelet.Dir), NodeLocal: true})
 	}
 	if c.Config, err = c.Config.WithDefaults(hostname); err != nil {
 		return c, err

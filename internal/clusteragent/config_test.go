@@ -16,11 +16,11 @@ func TestBuiltInDriverIsAllowed(t *testing.T) {
 		file string
 		want []csi.Driver
 	}{
-		"default": {file, []csi.Driver{{Name: csidriver.Name, Socket: DefaultCSISocket, NodeLocal: true}}},
+		"default": {file, []csi.Driver{{Name: csidriver.Name, Socket: defaultCSISocket(""), NodeLocal: true}}},
 		"elsewhere": {file + "csi: {drivers: [{name: " + csidriver.Name + ", socket: /else.sock, nodeLocal: true}]}\n",
 			[]csi.Driver{{Name: csidriver.Name, Socket: "/else.sock", NodeLocal: true}}},
 		"another too": {file + "csi: {drivers: [{name: foreign.example.com, socket: /f.sock}]}\n",
-			[]csi.Driver{foreign, {Name: csidriver.Name, Socket: DefaultCSISocket, NodeLocal: true}}},
+			[]csi.Driver{foreign, {Name: csidriver.Name, Socket: defaultCSISocket(""), NodeLocal: true}}},
 	} {
 		c, err := ParseConfig([]byte(tc.file), func(string) string { return "" }, func() (string, error) { return "node", nil })
 		if err != nil || !slices.Equal(c.CSI.Drivers, tc.want) {

@@ -37,6 +37,16 @@ type Config struct {
 	APIServerTokens bool
 	// DirectDrivers are the CSI drivers whose volumes the agents publish themselves; that of package csidriver when nil.
 	DirectDrivers []string
+	// AnchorImage is the image of the Pods that have kubelet mount volumes (package kube/anchors); the controller's own when
+	// empty. AnchorGrace is how long one that nobody uses is kept, AnchorRate (in a second) and AnchorBurst bound how fast they
+	// are made; the defaults of that package when zero.
+	AnchorImage string
+	// AnchorPullSecrets are the names of the Secrets that it is pulled with; they are looked for in the namespace of each anchor,
+	// which is its claim's.
+	AnchorPullSecrets []string
+	AnchorGrace       time.Duration
+	AnchorRate        float64
+	AnchorBurst       int
 	// QPS and Burst bound the calls to the API server; the defaults when zero.
 	QPS   float32
 	Burst int

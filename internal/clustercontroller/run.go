@@ -6,11 +6,13 @@ import (
 	"fmt"
 	"log/slog"
 	"net"
+	"sync"
 
 	"github.com/prometheus/client_golang/prometheus"
 	"golang.org/x/sync/errgroup"
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/credentials"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/client-go/informers"
@@ -23,8 +25,10 @@ import (
 	"github.com/flux-sandbox/flux-sandbox/internal/grpcapi"
 	"github.com/flux-sandbox/flux-sandbox/internal/identity"
 	"github.com/flux-sandbox/flux-sandbox/internal/kube/agents"
+	"github.com/flux-sandbox/flux-sandbox/internal/kube/anchors"
 	"github.com/flux-sandbox/flux-sandbox/internal/kube/callers"
 	"github.com/flux-sandbox/flux-sandbox/internal/kube/certificates"
+	"github.com/flux-sandbox/flux-sandbox/internal/kube/claimtemplates"
 	"github.com/flux-sandbox/flux-sandbox/internal/kube/events"
 	"github.com/flux-sandbox/flux-sandbox/internal/kube/leader"
 	"github.com/flux-sandbox/flux-sandbox/internal/kube/pods"
@@ -57,6 +61,9 @@ type controller struct {
 	// cluster tells this cluster from another that uses the same nodes one day.
 	cluster string
 	leading prometheus.Gauge
+	// tenants knows the Namespaces.
+	tenants *tenants
+	pools   *pools
 }
 
 // Run runs the controller until ctx ends. ready is called once it serves, with the addresses of the API and of the
@@ -66,7 +73,7 @@ func Run(ctx context.Context, config Config, ready func(api, certificates string
 	if err != nil {
 		return err
 	}
-	c := &controller{Config: config, registry: observability.NewRegistry(), term: &termMetrics{}}
+	c := &controller{Config: config, registry: observability.NewRegistry(), term: &termMetrics{}, pools: newPools()}
 	if c.log, err = observability.NewLogger(config.Log); err != nil {
 		return err
 	}
@@ -78,6 +85,7 @@ func Run(ctx context.Context, config Config, ready func(api, certificates string
 	}
 	defer c.events.Close()
 	defer c.store.Close()
+	defer c.pools.close()
 	return c.run(ctx, ready)
 }
 
@@ -103,7 +111,11 @@ func (c *controller) connect(ctx context.Context) (err error) {
 	if err != nil {
 		return err
 	}
-	if c.volumes, err = volumes.New(c.client, volumes.Options{DirectDrivers: c.DirectDrivers}); err != nil {
+	options := volumes.Options{DirectDrivers: c.DirectDrivers, Tenant: func(namespace string) string { return c.tenants.known(namespace) }}
+	if options.Anchors, err = c.anchors(ctx); err != nil {
+		return err
+	}
+	if c.volumes, err = volumes.New(c.client, options); err != nil {
 		return err
 	}
 	if c.events, err = events.NewRecorder(c.client, Component); err != nil {
@@ -113,6 +125,24 @@ func (c *controller) connect(ctx context.Context) (err error) {
 		c.events.Close()
 	}
 	return err
+}
+
+// anchors makes what makes anchors; nil, and volumes that need them are refused, where there is no image for them.
+func (c *controller) anchors(ctx context.Context) (*anchors.Anchors, error) {
+	image := c.AnchorImage
+	if image == "" {
+		own, err := c.client.CoreV1().Pods(c.Namespace).Get(ctx, c.Identity, metav1.GetOptions{})
+		switch {
+		case apierrors.IsNotFound(err):
+			c.log.Warn("anchors are off: we are no Pod whose image they could have, and anchor-image is not set", "identity", c.Identity)
+			return nil, nil
+		case err != nil:
+			return nil, fmt.Errorf("find our own image, for anchors: %w", err)
+		}
+		image = own.Spec.Containers[0].Image
+	}
+	return anchors.New(anchors.Options{Client: c.client, Image: image, PullSecrets: c.AnchorPullSecrets, Grace: c.AnchorGrace, Rate: c.AnchorRate, Burst: c.AnchorBurst,
+		Log: c.log.With("component", "anchors")})
 }
 
 func restConfig(c Config) (*rest.Config, error) {
@@ -147,6 +177,7 @@ func (c *controller) run(ctx context.Context, ready func(api, certificates strin
 	forever(c.serverCert.Run)
 	group.Go(func() error { return c.agents.Run(ctx) })
 	forever(c.volumes.Run)
+	forever(c.openPools)
 
 	refused := func(err error) { c.log.Warn("a connection was refused", "error", err) }
 	server := identity.Credentials{Certificate: c.serverCert.Certificate, Bundle: c.authority.Bundle}.ControllerServer()
@@ -168,7 +199,7 @@ func (c *controller) run(ctx context.Context, ready func(api, certificates strin
 	if err != nil {
 		return err
 	}
-	api, err := grpcapi.New(grpcapi.Options{Store: c.store, Agents: c.agents, Authenticator: asker, Authorizer: asker, Logger: c.log.With("component", "api"),
+	api, err := grpcapi.New(grpcapi.Options{Store: c.store, Agents: c.agents, Authenticator: asker, Authorizer: asker, Pools: c.pools.get, Logger: c.log.With("component", "api"),
 		ServerOptions: []grpc.ServerOption{grpc.Creds(credentials.NewTLS(server))}})
 	if err != nil {
 		return err
@@ -218,6 +249,7 @@ func (c *controller) callers(forever func(func(context.Context))) (*callers.Call
 	}
 	namespaces := informers.NewSharedInformerFactory(client, 0).Core().V1().Namespaces()
 	forever(namespaces.Informer().RunWithContext)
+	c.tenants = &tenants{lister: namespaces.Lister(), client: client.CoreV1().Namespaces()}
 	return callers.New(callers.Options{
 		Tokens: client.AuthenticationV1().TokenReviews(), Access: client.AuthorizationV1().SubjectAccessReviews(),
 		Namespaces: namespaces.Lister(), NamespaceClient: client.CoreV1().Namespaces(),
@@ -261,8 +293,10 @@ func (c *controller) lead(ctx context.Context, identity string) error {
 	defer c.leading.Set(0)
 	registry := prometheus.NewRegistry()
 	defer c.term.set(registry)()
-	// Only the leader watches Pods.
+	// Only the leader watches Pods, and the claims that are made for them.
 	ofTerm, cancel := context.WithCancel(ctx)
+	var ofPools sync.WaitGroup
+	defer ofPools.Wait()
 	podsOf, err := pods.New(ofTerm, c.client, c.log.With("component", "pods"))
 	if err != nil {
 		cancel()
@@ -270,11 +304,19 @@ func (c *controller) lead(ctx context.Context, identity string) error {
 	}
 	defer podsOf.Wait()
 	defer cancel()
-	s, err := scheduler.New(scheduler.Config{Store: c.store, Agents: c.agents, Epoch: epoch, LeaseUID: c.cluster + "/" + c.Lease,
-		Logger: c.log.With("component", "scheduler"), Registerer: registry, Events: c.events, Resolver: c.volumes, Keeper: c.volumes, Pods: podsOf})
+	claims, err := claimtemplates.New(ofTerm, c.client, c.log.With("component", "claimtemplates"))
 	if err != nil {
 		return err
 	}
+	defer claims.Wait()
+	defer cancel()
+	s, err := scheduler.New(scheduler.Config{Store: c.store, Agents: c.agents, Epoch: epoch, LeaseUID: c.cluster + "/" + c.Lease,
+		Logger: c.log.With("component", "scheduler"), Registerer: registry, Events: c.events, Resolver: c.volumes, Keeper: c.volumes, Pods: podsOf, Claims: claims})
+	if err != nil {
+		return err
+	}
+	ofPools.Go(func() { c.keepPools(ofTerm, identity, s, registry) })
+	ofPools.Go(func() { c.volumes.Withdraw(ofTerm, c.events, c.log.With("component", "volumes")) })
 	c.log.Info("leading", "epoch", epoch, "identity", identity)
 	defer c.log.Info("no longer leading", "epoch", epoch)
 	return s.Run(ctx)

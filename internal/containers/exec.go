@@ -335,7 +335,6 @@ func (e *execution) clean() {
 		cancel()
 		if err == nil {
 			os.RemoveAll(e.dir)
-			os.Remove(filepath.Dir(e.dir)) // unless another exec is there
 			return
 		}
 	}

@@ -2,21 +2,28 @@ package containers_test
 
 import (
 	"bytes"
+	"cmp"
 	"context"
 	"crypto/sha256"
 	"errors"
+	"fmt"
 	"io"
 	"os"
 	"path/filepath"
 	"strings"
+	"sync"
 	"testing"
 	"time"
 
+	containerd "github.com/containerd/containerd/v2/client"
+	"github.com/containerd/containerd/v2/pkg/cio"
 	"github.com/containerd/errdefs"
+	"golang.org/x/sys/unix"
 
 	"github.com/flux-sandbox/flux-sandbox/internal/containers"
 	"github.com/flux-sandbox/flux-sandbox/internal/containers/containerstest"
 	"github.com/flux-sandbox/flux-sandbox/internal/fault"
+	"github.com/flux-sandbox/flux-sandbox/internal/testenv"
 )
 
 func TestExec(t *testing.T) {
@@ -184,9 +191,86 @@ func TestSweepEndsAnExecWithoutItsCaller(t *testing.T) {
 	if c := get(t, next, spec.UID); c.State != containers.Running {
 		t.Errorf("the sandbox is %s", c.State)
 	}
-	if _, err := os.Stat(filepath.Join(env.Config().RunDir, "exec", spec.UID)); !errors.Is(err, os.ErrNotExist) {
-		t.Errorf("files are left: %v", err)
+	if files, err := filepath.Glob(filepath.Join(env.Config().RunDir, "exec", spec.UID, "*")); err != nil || len(files) != 0 {
+		t.Errorf("files are left: %v, %v", files, err)
 	}
 	cancel()
 	<-done
 }
+
+// TestSweepEndsAnExecThatWasBeingStarted makes what an agent leaves that is killed between the creation of a command and
+// its start: a shim that waits for somebody to read the output, and answers nothing about the sandbox meanwhile.
+func TestSweepEndsAnExecThatWasBeingStarted(t *testing.T) {
+	env := containerstest.Shared(t)
+	r := env.Open(t, nil)
+	spec := newSpec(t, r, "sleep 1000")
+	run(t, r, spec)
+	config := env.Config()
+	client, err := containerd.New(config.Address, containerd.WithDefaultNamespace(cmp.Or(config.Namespace, containers.DefaultNamespace)))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer client.Close()
+	container, err := client.LoadContainer(t.Context(), spec.UID)
+	if err != nil {
+		t.Fatal(err)
+	}
+	task, err := container.Task(t.Context(), nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	oci, err := container.Spec(t.Context())
+	if err != nil {
+		t.Fatal(err)
+	}
+	oci.Process.Args = []string{"sleep", "4344"}
+	// Two: the first that is swept is kept waiting by the other.
+	var started sync.WaitGroup
+	for _, id := range []string{"exec-a", "exec-b"} {
+		dir := filepath.Join(config.RunDir, "exec", spec.UID, id)
+		if err := os.MkdirAll(dir, 0o700); err != nil {
+			t.Fatal(err)
+		}
+		fifos := cio.Config{Stdout: filepath.Join(dir, "stdout"), Stderr: filepath.Join(dir, "stderr")}
+		for _, f := range []string{fifos.Stdout, fifos.Stderr} {
+			if err := unix.Mkfifo(f, 0o600); err != nil {
+				t.Fatal(err)
+			}
+		}
+		process, err := task.Exec(t.Context(), id, oci.Process, func(string) (cio.IO, error) { return unread{fifos}, nil })
+		if err != nil {
+			t.Fatal(err)
+		}
+		if id == "exec-b" {
+			// As that of a killed agent: nobody reads its answer.
+			started.Go(func() { _ = process.Start(t.Context()) })
+		}
+	}
+	// It waits in the shim as soon as the command itself is there.
+	testenv.Eventually(t, time.Minute, "the command is there", func() bool {
+		for _, pid := range r.Processes(spec.UID) {
+			line, _ := os.ReadFile(fmt.Sprintf("/proc/%d/cmdline", pid))
+			if strings.Contains(string(line), "4344") {
+				return true
+			}
+		}
+		return false
+	})
+
+	removed, err := r.Sweep(t.Context())
+	if err != nil || len(removed) != 2 || removed[0].Kind != containers.LeftoverExec || removed[1].Kind != containers.LeftoverExec {
+		t.Errorf("Sweep: %v, %v", removed, err)
+	}
+	started.Wait()
+	if out := sh(t, r, spec.UID, "ps"); strings.Contains(out, "4344") {
+		t.Errorf("a command still runs:\n%s", out)
+	}
+}
+
+// unread is the IO of a process whose output nobody opens.
+type unread struct{ config cio.Config }
+
+func (u unread) Config() cio.Config { return u.config }
+func (unread) Cancel()              {}
+func (unread) Wait()                {}
+func (unread) Close() error         { return nil }

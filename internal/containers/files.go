@@ -23,6 +23,8 @@ func (r *Runtime) stateDir(uid string) string { return filepath.Join(r.config.St
 // LogDir is the directory of a sandbox's log (package logfile).
 func (r *Runtime) LogDir(uid string) string { return filepath.Join(r.stateDir(uid), logDir) }
 
+// execDir has a directory for each exec of a sandbox. It goes with the sandbox, not with its last exec: another may just be
+// beginning.
 func (r *Runtime) execDir(uid string) string { return filepath.Join(r.config.RunDir, "exec", uid) }
 
 // runcRoot is where runc keeps its state; below it, it makes a directory per containerd namespace.

@@ -3,6 +3,7 @@ package containers
 import (
 	"context"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"io"
 	"slices"
@@ -63,8 +64,11 @@ func (r *Runtime) ImportImage(ctx context.Context, archive io.Reader, opts Impor
 		importOpts = append(importOpts, containerd.WithIndexName(name))
 	}
 	imported, err := r.client.Import(ctx, archive, importOpts...)
+	if isBroken(err) {
+		return nil, fault.New(errdefs.ErrInvalidArgument, fault.InvalidImage, "the image archive cannot be read, or is cut off: give one as docker save or an OCI tool writes it: %w", err)
+	}
 	if err != nil {
-		return nil, errorf(err, "import the image archive (docker save and OCI layout tars are understood)")
+		return nil, errorf(err, "import the image archive")
 	}
 	if len(imported) == 0 {
 		return nil, fault.New(errdefs.ErrInvalidArgument, fault.InvalidImage, "import: the archive names no image: give a name")
@@ -77,6 +81,12 @@ func (r *Runtime) ImportImage(ctx context.Context, archive io.Reader, opts Impor
 		found = append(found, r.describe(ctx, image))
 	}
 	return found, nil
+}
+
+// isBroken tells that an import failed by the archive: what containerd or a context refuse has a kind, and what the parser
+// of archives says has none.
+func isBroken(err error) bool {
+	return err != nil && errdefs.Resolve(err) == errdefs.ErrUnknown && !errors.Is(err, errdefs.ErrUnknown)
 }
 
 // ListImages lists the images.
@@ -105,8 +115,13 @@ func (r *Runtime) PullImage(ctx context.Context, ref string) (Image, error) {
 		options = append(options, containerd.WithResolver(docker.NewResolver(docker.ResolverOptions{Hosts: hosts})))
 	}
 	image, err := r.client.Pull(r.context(ctx), name, options...)
-	if err != nil {
+	switch {
+	case errdefs.IsNotFound(err):
+		return Image{}, fault.New(errdefs.ErrNotFound, fault.ImageNotFound, "pull image %s: its registry does not have it: %w", name, err)
+	case ctx.Err() != nil:
 		return Image{}, errorf(err, "pull image %s", name)
+	case err != nil: // the registry is away, or wants to know who asks: it may be otherwise the next time
+		return Image{}, fault.New(errdefs.ErrUnavailable, fault.ImagePullFailed, "pull image %s: %w", name, err)
 	}
 	return r.describe(ctx, image.Metadata()), nil
 }
@@ -144,7 +159,7 @@ func (r *Runtime) image(ctx context.Context, ref string) (images.Image, imageInf
 	}
 	if errdefs.IsNotFound(err) {
 		return images.Image{}, imageInfo{}, fault.New(errdefs.ErrNotFound, fault.ImageNotFound,
-			"image %s is not on this node, and pulling is off: load it with `fluxctl image import`", name)
+			"image %s is not on this node, and pulling is off: load it with `fluxctl image import`, or let the operator set containerd.allowPull", name)
 	}
 	if err != nil {
 		return images.Image{}, imageInfo{}, errorf(err, "find image %s", name)

@@ -170,6 +170,12 @@ func (r *Runtime) sweepExec(ctx context.Context, l Leftover) (removed bool, err 
 	}
 	ctx, cancel := context.WithTimeout(ctx, cleanPatience)
 	defer cancel()
+	// Also those of the sandbox's others: any of them may keep the shim from answering.
+	for _, dir := range subdirectories(r.execDir(l.UID)) {
+		if !r.execRuns(filepath.Base(dir)) {
+			defer openEnds(dir)()
+		}
+	}
 	listed, err := r.tasks().ListPids(r.context(ctx), &tasksapi.ListPidsRequest{ContainerID: l.UID})
 	if err = errgrpc.ToNative(err); err != nil && !errdefs.IsNotFound(err) {
 		return false, err
@@ -190,11 +196,25 @@ func (r *Runtime) sweepExec(ctx context.Context, l Leftover) (removed bool, err 
 	if err := r.deleteExec(ctx, l.UID, l.ID); err != nil {
 		return false, err
 	}
-	if err := os.RemoveAll(filepath.Join(r.execDir(l.UID), l.ID)); err != nil {
-		return false, err
+	err = os.RemoveAll(filepath.Join(r.execDir(l.UID), l.ID))
+	return err == nil, err
+}
+
+// openEnds opens the FIFOs of an exec at both of their ends, and returns what closes them. A shim that was starting the
+// command when its caller was killed waits for somebody at the other end, for half a minute and with a lock that all
+// calls about the sandbox want.
+func openEnds(dir string) (closeThem func()) {
+	var opened []*os.File
+	for _, name := range []string{"stdin", "stdout", "stderr"} {
+		if f, err := os.OpenFile(filepath.Join(dir, name), os.O_RDWR|unix.O_NONBLOCK, 0); err == nil {
+			opened = append(opened, f)
+		}
 	}
-	_ = unix.Rmdir(r.execDir(l.UID)) // unless another exec is there
-	return true, nil
+	return func() {
+		for _, f := range opened {
+			_ = f.Close()
+		}
+	}
 }
 
 // subdirectories are the paths of a directory's directories; none if it is not there.

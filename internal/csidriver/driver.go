@@ -60,8 +60,10 @@ type Driver struct {
 
 	config Config
 	pool   *capacity.Pool
-	loops  capacity.Loops
-	lock   *os.File
+	// records is the folder that pool has open, whatever lies at its path by now.
+	records *os.Root
+	loops   capacity.Loops
+	lock    *os.File
 
 	mu     sync.Mutex // guards the fields below
 	busy   map[string]bool
@@ -95,8 +97,12 @@ func New(ctx context.Context, config Config) (*Driver, error) {
 		return nil, fmt.Errorf("open the pool: %w", err)
 	}
 	config.StopGrace = cmp.Or(config.StopGrace, defaultStopGrace)
+	records, err := os.OpenRoot(fmt.Sprintf("/proc/self/fd/%d", dir.Fd()))
+	if err != nil {
+		return nil, errors.Join(fmt.Errorf("open the pool: %w", err), dir.Close())
+	}
 	d := &Driver{config: config, domain: config.Domain, busy: map[string]bool{}, loops: capacity.Loops{Observe: deviceSteps},
-		pool: &capacity.Pool{Dir: dir, Overcommit: config.Overcommit, Observe: imageSteps}}
+		pool: &capacity.Pool{Dir: dir, Overcommit: config.Overcommit, Observe: imageSteps}, records: records}
 	if err := d.open(ctx); err != nil {
 		d.Close()
 		return nil, err
@@ -106,9 +112,15 @@ func New(ctx context.Context, config Config) (*Driver, error) {
 
 // open takes the pool for this process and repairs it.
 func (d *Driver) open(ctx context.Context) (err error) {
-	d.lock, err = os.OpenFile(filepath.Join(d.config.Pool, LockFile), os.O_RDWR|os.O_CREATE, 0o600)
+	if err := d.checkOwn(); err != nil {
+		return err
+	}
+	d.lock, err = d.records.OpenFile(LockFile, os.O_RDWR|os.O_CREATE, 0o600)
+	if errors.Is(err, unix.EROFS) {
+		d.lock, err = d.records.Open(LockFile) // what is published from a disk that turned read-only must still go
+	}
 	if err != nil {
-		return fmt.Errorf("lock the pool: %w", err)
+		return fmt.Errorf("lock the pool %s: %w", d.config.Pool, err)
 	}
 	err = unix.Flock(int(d.lock.Fd()), unix.LOCK_EX|unix.LOCK_NB)
 	if errors.Is(err, unix.EWOULDBLOCK) {
@@ -122,7 +134,7 @@ func (d *Driver) open(ctx context.Context) (err error) {
 
 // Close lets go of the pool. Published volumes stay.
 func (d *Driver) Close() error {
-	err := d.pool.Dir.Close()
+	err := errors.Join(d.pool.Dir.Close(), d.records.Close())
 	if d.lock != nil {
 		err = errors.Join(err, d.lock.Close())
 	}

@@ -3,7 +3,7 @@ package csidriver
 import (
 	"cmp"
 	"fmt"
-	"os"
+	"io/fs"
 	"slices"
 	"strings"
 
@@ -23,7 +23,7 @@ type Volume struct {
 
 // IDs are the handles of the volumes in the pool, sorted.
 func (d *Driver) IDs() ([]string, error) {
-	entries, err := os.ReadDir(d.config.Pool)
+	entries, err := fs.ReadDir(d.records.FS(), ".")
 	if err != nil {
 		return nil, fmt.Errorf("list the pool: %w", err)
 	}
@@ -36,7 +36,7 @@ func (d *Driver) IDs() ([]string, error) {
 	return ids, nil
 }
 
-// Volumes lists the volumes by name.
+// Volumes lists the volumes by name. One whose record is damaged has no size.
 func (d *Driver) Volumes() ([]Volume, error) {
 	ids, err := d.IDs()
 	if err != nil {
@@ -48,6 +48,9 @@ func (d *Driver) Volumes() ([]Volume, error) {
 		if errdefs.IsNotFound(err) {
 			continue // deleted meanwhile
 		}
+		if errdefs.IsDataLoss(err) {
+			r, err = record{Name: id}, nil
+		}
 		if err != nil {
 			return nil, err
 		}
@@ -57,14 +60,12 @@ func (d *Driver) Volumes() ([]Volume, error) {
 	return all, nil
 }
 
-// Volume finds a volume by its name. The error of one that is not there is ErrNotFound.
+// Volume finds a volume by its name. The error of one that is not there is ErrNotFound; of one whose record is damaged it is
+// ErrDataLoss, and all there is of it is its ID.
 func (d *Driver) Volume(name string) (Volume, error) {
 	id := idOf(name)
 	r, err := d.load(id)
-	if err != nil {
-		return Volume{}, err
-	}
-	return r.volume(id), nil
+	return r.volume(id), err
 }
 
 func (r record) volume(id string) Volume {

@@ -57,9 +57,9 @@ func (d *Driver) NodePublishVolume(ctx context.Context, r *csi.NodePublishVolume
 	if err != nil {
 		return nil, err
 	}
-	image, err := capacity.OpenImage(d.pool.Dir, id)
+	image, err := d.image(id, volume)
 	if err != nil {
-		return nil, fault.New(errdefs.ErrFailedPrecondition, fault.VolumeGone, "the volume %s is damaged: %w", id, err)
+		return nil, err
 	}
 	defer image.Close()
 
@@ -82,10 +82,26 @@ func (d *Driver) NodePublishVolume(ctx context.Context, r *csi.NodePublishVolume
 		return nil, fault.New(errdefs.ErrFailedPrecondition, fault.Busy,
 			"the volume %s is for one user at a time and is published at another path: unpublish it there", id)
 	}
-	if there.occupied {
+	if there.top != nil {
 		return nil, fault.New(errdefs.ErrFailedPrecondition, fault.TargetInUse, "something else is mounted at %s: unmount it", target)
 	}
 	return &csi.NodePublishVolumeResponse{}, d.publish(ctx, image, volume, target, attributes)
+}
+
+// image opens the image of a volume, which must be what it was made as.
+func (d *Driver) image(id string, volume record) (*os.File, error) {
+	image, err := capacity.OpenImage(d.pool.Dir, id)
+	if errdefs.IsNotFound(err) || errdefs.IsFailedPrecondition(err) {
+		return nil, damaged(id, "%w", err)
+	}
+	if err != nil {
+		return nil, fmt.Errorf("the volume %s: %w", id, err)
+	}
+	if err := capacity.CheckSize(image, volume.Size); err != nil {
+		image.Close()
+		return nil, damaged(id, "%w", err)
+	}
+	return image, nil
 }
 
 func (d *Driver) publish(ctx context.Context, image *os.File, volume record, target string, attributes mount.Attributes) error {
@@ -144,7 +160,7 @@ func (d *Driver) NodeUnpublishVolume(_ context.Context, r *csi.NodeUnpublishVolu
 	if err != nil {
 		return nil, err
 	}
-	if there.here == nil && there.occupied {
+	if there.here == nil && there.top != nil {
 		return nil, fault.New(errdefs.ErrFailedPrecondition, fault.TargetInUse,
 			"what is mounted at %s is not the volume %s: it is left alone", target, id)
 	}
@@ -208,23 +224,30 @@ func checkTarget(target string) error {
 // publication is what the kernel says of a volume and a target.
 type publication struct {
 	here      *mount.Info // the volume's mount at the target, on top
-	occupied  bool        // something is mounted at the target
+	top       *mount.Info // whatever is mounted at the target, on top
 	elsewhere int         // mounts of the volume at other paths
 }
 
+// publishedByID is published for a volume of which nothing but the mounts may be left: its image may be gone, replaced by
+// another, or on a disk that cannot be written any more. What is mounted must go all the same.
 func (d *Driver) publishedByID(id, target string) (publication, error) {
-	if !validID.MatchString(id) {
-		return d.published(nil, target)
+	var image *os.File
+	if validID.MatchString(id) {
+		var err error
+		if image, err = capacity.OpenImage(d.pool.Dir, id); err == nil {
+			defer image.Close()
+		}
 	}
-	image, err := capacity.OpenImage(d.pool.Dir, id)
-	if errdefs.IsNotFound(err) {
-		return d.published(nil, target)
+	p, err := d.published(image, target)
+	if err != nil || p.here != nil || p.top == nil {
+		return p, err
 	}
-	if err != nil {
-		return publication{}, err
+	if name, err := capacity.AttachedName(p.top.Device); err != nil {
+		return p, err
+	} else if name != "" && name == capacity.LoopName(id) {
+		p.here = p.top
 	}
-	defer image.Close()
-	return d.published(image, target)
+	return p, nil
 }
 
 // published compares the image's loop device with the mounts of this namespace. image may be nil.
@@ -253,7 +276,7 @@ func (d *Driver) published(image *os.File, target string) (publication, error) {
 		ours := device != "" && m.Device == device
 		switch {
 		case m.MountPoint == target: // the last one in the list is on top
-			p.occupied, p.here = true, nil
+			p.top, p.here = &m, nil
 			if ours {
 				p.here = &m
 			}

@@ -9,7 +9,6 @@ import (
 	"fmt"
 	"io/fs"
 	"os"
-	"path/filepath"
 	"regexp"
 	"strings"
 
@@ -47,15 +46,13 @@ func idOf(name string) string {
 	return "name-" + hex.EncodeToString(sum[:])
 }
 
-func (d *Driver) path(id, suffix string) string { return filepath.Join(d.config.Pool, id+suffix) }
-
 // load reads a volume's record. An id that no volume can have is one that does not exist.
 func (d *Driver) load(id string) (record, error) {
 	notFound := fault.New(errdefs.ErrNotFound, fault.VolumeNotFound, "there is no volume %q on node %s", id, d.config.Node)
 	if !validID.MatchString(id) {
 		return record{}, notFound
 	}
-	data, err := os.ReadFile(d.path(id, recordSuffix))
+	data, err := d.records.ReadFile(id + recordSuffix)
 	if errors.Is(err, fs.ErrNotExist) {
 		return record{}, notFound
 	}
@@ -63,10 +60,15 @@ func (d *Driver) load(id string) (record, error) {
 		return record{}, fmt.Errorf("read the record of the volume %s: %w", id, err)
 	}
 	var r record
-	if err := json.Unmarshal(data, &r); err != nil {
-		return record{}, fmt.Errorf("read the record of the volume %s: %w", id, err)
+	if err := json.Unmarshal(data, &r); err != nil || idOf(r.Name) != id || r.Size <= 0 || r.Filesystem.MinSize() == 0 {
+		return record{}, damaged(id, "its record %s%s says %.200q", id, recordSuffix, data)
 	}
 	return r, nil
+}
+
+// damaged says what is wrong with a volume. It is tried again: an operator may put it right.
+func damaged(id, format string, args ...any) error {
+	return fault.New(errdefs.ErrDataLoss, fault.VolumeGone, "the volume %s is damaged: %w", id, fmt.Errorf(format, args...))
 }
 
 // save writes a volume's record: once it returns, the volume is there after any crash.
@@ -75,10 +77,10 @@ func (d *Driver) save(id string, r record) error {
 	if err != nil {
 		return err
 	}
-	temp := d.path(id, recordSuffix+tempSuffix)
-	err = writeSynced(temp, data)
+	temp := id + recordSuffix + tempSuffix
+	err = d.writeSynced(temp, data)
 	if err == nil {
-		err = os.Rename(temp, d.path(id, recordSuffix))
+		err = d.records.Rename(temp, id+recordSuffix)
 	}
 	if err == nil {
 		err = d.pool.Dir.Sync()
@@ -89,8 +91,8 @@ func (d *Driver) save(id string, r record) error {
 	return nil
 }
 
-func writeSynced(path string, data []byte) error {
-	f, err := os.OpenFile(path, os.O_WRONLY|os.O_CREATE|os.O_TRUNC, 0o600)
+func (d *Driver) writeSynced(name string, data []byte) error {
+	f, err := d.records.OpenFile(name, os.O_WRONLY|os.O_CREATE|os.O_TRUNC, 0o600)
 	if err != nil {
 		return err
 	}
@@ -103,7 +105,7 @@ func writeSynced(path string, data []byte) error {
 
 // forget removes a volume's record, durably.
 func (d *Driver) forget(id string) error {
-	err := os.Remove(d.path(id, recordSuffix))
+	err := d.records.Remove(id + recordSuffix)
 	if err == nil || errors.Is(err, fs.ErrNotExist) {
 		err = d.pool.Dir.Sync()
 	}
@@ -122,34 +124,64 @@ func (d *Driver) Space() (free, promised, available int64, err error) {
 	return free, promised, d.pool.AvailableOf(free, promised), nil
 }
 
+// checkOwn refuses a folder that was never a pool and has disk images: repair would take them for what a torn create left.
+func (d *Driver) checkOwn() error {
+	if _, err := d.records.Lstat(LockFile); !errors.Is(err, fs.ErrNotExist) {
+		return err
+	}
+	names, err := d.unrecorded()
+	if err != nil || len(names) == 0 {
+		return err
+	}
+	return fault.New(errdefs.ErrFailedPrecondition, fault.InvalidRequest,
+		"the folder %s is no pool yet (it has no file %q), and has disk images that are not the driver's, such as %s%s: they would be deleted; use a folder of its own",
+		d.config.Pool, LockFile, names[0], capacity.ImageSuffix)
+}
+
+// unrecorded are the ids of the images that have no record.
+func (d *Driver) unrecorded() ([]string, error) {
+	entries, err := fs.ReadDir(d.records.FS(), ".")
+	if err != nil {
+		return nil, fmt.Errorf("list the pool: %w", err)
+	}
+	var ids []string
+	for _, e := range entries {
+		id, image := strings.CutSuffix(e.Name(), capacity.ImageSuffix)
+		if !image || !validID.MatchString(id) || !e.Type().IsRegular() {
+			continue
+		}
+		if _, err := d.records.Lstat(id + recordSuffix); errors.Is(err, fs.ErrNotExist) {
+			ids = append(ids, id)
+		} else if err != nil {
+			return nil, fmt.Errorf("look for the record of the volume %s: %w", id, err)
+		}
+	}
+	return ids, nil
+}
+
 // repair removes what torn creates and deletes left. An orphan that is still mounted cannot be: it stays for the next
-// start, or for a create of its name.
+// start, or for a create of its name. So does whatever else is wrong with one volume: the others are served.
 func (d *Driver) repair(ctx context.Context) error {
 	if _, err := d.pool.Sweep(ctx); err != nil {
 		return err
 	}
-	entries, err := os.ReadDir(d.config.Pool)
+	entries, err := fs.ReadDir(d.records.FS(), ".")
 	if err != nil {
 		return fmt.Errorf("list the pool: %w", err)
 	}
 	for _, e := range entries {
-		if strings.HasSuffix(e.Name(), recordSuffix+tempSuffix) {
-			if err := os.Remove(filepath.Join(d.config.Pool, e.Name())); err != nil {
+		if strings.HasSuffix(e.Name(), recordSuffix+tempSuffix) && e.Type().IsRegular() {
+			if err := d.records.Remove(e.Name()); err != nil {
 				return fmt.Errorf("repair the pool: %w", err)
 			}
 		}
-		id, image := strings.CutSuffix(e.Name(), capacity.ImageSuffix)
-		if !image || !validID.MatchString(id) {
-			continue
-		}
-		_, err := d.load(id)
-		if errdefs.IsNotFound(err) {
-			err = d.pool.Remove(ctx, d.pool.Dir, id)
-			if errdefs.IsUnavailable(err) {
-				continue
-			}
-		}
-		if err != nil {
+	}
+	ids, err := d.unrecorded()
+	if err != nil {
+		return fmt.Errorf("repair the pool: %w", err)
+	}
+	for _, id := range ids {
+		if err := d.pool.Remove(ctx, d.pool.Dir, id); err != nil && !errdefs.IsUnavailable(err) {
 			return fmt.Errorf("repair the pool: %w", err)
 		}
 	}

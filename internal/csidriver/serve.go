@@ -5,7 +5,6 @@ import (
 	"errors"
 	"fmt"
 	"path"
-	"time"
 
 	"github.com/container-storage-interface/spec/lib/go/csi"
 	"github.com/containerd/errdefs"
@@ -14,6 +13,7 @@ import (
 	registration "k8s.io/kubelet/pkg/apis/pluginregistration/v1"
 
 	"github.com/flux-sandbox/flux-sandbox/internal/fault"
+	"github.com/flux-sandbox/flux-sandbox/internal/grpcstop"
 	"github.com/flux-sandbox/flux-sandbox/internal/unixsocket"
 )
 
@@ -53,7 +53,7 @@ func Serve(ctx context.Context, d *Driver, sockets Sockets, ready func()) error 
 		})
 		group.Go(func() error {
 			<-ctx.Done()
-			stop(server, d.config.StopGrace)
+			grpcstop.Within(server, d.config.StopGrace)
 			return nil
 		})
 		return nil
@@ -80,23 +80,6 @@ func Serve(ctx context.Context, d *Driver, sockets Sockets, ready func()) error 
 		ready()
 	}
 	return group.Wait()
-}
-
-// stop closes the listener, which removes the socket, and answers what is under way, within the grace. A call that hangs in
-// the kernel is left behind: GracefulStop would wait for it, even after Stop.
-func stop(server *grpc.Server, grace time.Duration) {
-	answered := make(chan struct{})
-	go func() {
-		defer close(answered)
-		server.GracefulStop()
-	}()
-	over := time.NewTimer(grace)
-	defer over.Stop()
-	select {
-	case <-answered:
-	case <-over.C:
-		server.Stop()
-	}
 }
 
 // observe is an interceptor that tells Config.Called.

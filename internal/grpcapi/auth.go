@@ -23,16 +23,18 @@ type Identity struct {
 	Extra  map[string][]string
 }
 
-// Access is what a call does to sandboxes, in the words of Kubernetes' RBAC.
+// Access is what a call does to sandboxes, or to sets and claims of them, in the words of Kubernetes' RBAC.
 type Access struct {
 	// Verb is get, list, watch, create, update or delete.
 	Verb string
+	// Resource is empty for sandboxes, or ResourceSets or ResourceClaims.
+	Resource string
 	// Subresource is empty for sandboxes themselves, or volumes, exec, log, or node for what concerns a node as a
 	// whole.
 	Subresource string
 	// Namespace is empty for all of them.
 	Namespace string
-	// Name is the sandbox's; empty for none in particular.
+	// Name is the object's; empty for none in particular.
 	Name string
 }
 

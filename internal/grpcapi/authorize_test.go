@@ -2,13 +2,18 @@ package grpcapi_test
 
 import (
 	"context"
+	"errors"
+	"fmt"
+	"io"
 	"maps"
 	"slices"
+	"strings"
 	"sync"
 	"testing"
 
 	"github.com/containerd/errdefs"
 	"google.golang.org/grpc/codes"
+	"google.golang.org/protobuf/reflect/protoreflect"
 
 	sandboxv1 "github.com/flux-sandbox/flux-sandbox/api/proto/sandbox/v1"
 	"github.com/flux-sandbox/flux-sandbox/internal/fault"
@@ -64,6 +69,10 @@ func TestEveryCallAsksForItsRight(t *testing.T) {
 		Sandbox: sandbox("b", func(sb *sandboxv1.Sandbox) { sb.Spec.TenantId = "evil" })})
 	wantError(t, err, codes.PermissionDenied, fault.TenantMismatch)
 
+	e.MustSet("a", 1)
+	_, err = e.Claims.CreateSandboxClaim(ctx, &sandboxv1.CreateSandboxClaimRequest{Claim: claimOf("a", "a")})
+	noError(t, err)
+
 	watch := func(req *sandboxv1.WatchSandboxesRequest) error {
 		ctx, cancel := context.WithCancel(ctx)
 		defer cancel()
@@ -76,6 +85,9 @@ func TestEveryCallAsksForItsRight(t *testing.T) {
 	}
 	on := func(verb, subresource, name string) grpcapi.Access {
 		return grpcapi.Access{Verb: verb, Subresource: subresource, Namespace: "default", Name: name}
+	}
+	onPool := func(verb, resource, name string) grpcapi.Access {
+		return grpcapi.Access{Verb: verb, Resource: resource, Namespace: "default", Name: name}
 	}
 	node := grpcapi.Access{Verb: "update", Subresource: "node"}
 	calls := map[string]struct {
@@ -138,6 +150,82 @@ func TestEveryCallAsksForItsRight(t *testing.T) {
 			_, err := e.Sandboxes.DeleteSandbox(ctx, &sandboxv1.DeleteSandboxRequest{Sandbox: named(name)})
 			return err
 		}},
+		"import": {node, func(string) error {
+			stream, err := e.Images.ImportImage(ctx)
+			if err != nil {
+				return err
+			}
+			if err := stream.Send(&sandboxv1.ImportImageRequest{Chunk: []byte("busybox:1")}); err != nil && !errors.Is(err, io.EOF) {
+				return err
+			}
+			_, err = stream.CloseAndRecv()
+			return err
+		}},
+		"pull": {node, func(string) error {
+			_, err := e.Images.PullImage(ctx, &sandboxv1.PullImageRequest{Name: "busybox:1"})
+			if fault.ReasonOf(fault.FromGRPC(err)) == fault.ImageNotFound {
+				return nil // the agent was asked, and has no registry
+			}
+			return err
+		}},
+		"volume create": {node, func(string) error {
+			_, err := e.Named.CreateVolume(ctx, &sandboxv1.CreateVolumeRequest{Name: "v", Size: "1Gi"})
+			return err
+		}},
+		"volume list": {node, func(string) error {
+			_, err := e.Named.ListVolumes(ctx, &sandboxv1.ListVolumesRequest{})
+			return err
+		}},
+		"volume remove": {node, func(string) error {
+			_, err := e.Named.DeleteVolume(ctx, &sandboxv1.DeleteVolumeRequest{Name: "v"})
+			return err
+		}},
+		"claim create": {onPool("create", "sandboxclaims", ""), func(string) error {
+			_, err := e.Claims.CreateSandboxClaim(ctx, &sandboxv1.CreateSandboxClaimRequest{Claim: claimOf("", "a")})
+			return err
+		}},
+		"claim with an image": {grpcapi.Access{Verb: "create", Namespace: "default"}, func(string) error {
+			_, err := e.Claims.CreateSandboxClaim(ctx, &sandboxv1.CreateSandboxClaimRequest{Claim: &sandboxv1.SandboxClaim{Name: "image", Spec: &sandboxv1.SandboxClaimSpec{
+				TemplateName: "a", InplaceUpdate: &sandboxv1.InplaceUpdate{Image: "busybox"}}}})
+			return err
+		}},
+		"claim with an environment": {grpcapi.Access{Verb: "create", Namespace: "default"}, func(string) error {
+			_, err := e.Claims.CreateSandboxClaim(ctx, &sandboxv1.CreateSandboxClaimRequest{Claim: &sandboxv1.SandboxClaim{Name: "environment", Spec: &sandboxv1.SandboxClaimSpec{
+				TemplateName: "a", EnvVars: map[string]string{"LD_PRELOAD": "/data/mine.so"}}}})
+			return err
+		}},
+		"claim get": {onPool("get", "sandboxclaims", "a"), func(name string) error {
+			_, err := e.Claims.GetSandboxClaim(ctx, &sandboxv1.GetSandboxClaimRequest{Name: name, Wait: true})
+			return err
+		}},
+		"claim list": {onPool("list", "sandboxclaims", ""), func(string) error {
+			_, err := e.Claims.ListSandboxClaims(ctx, &sandboxv1.ListSandboxClaimsRequest{Namespace: "default"})
+			return err
+		}},
+		"claim list all": {grpcapi.Access{Verb: "list", Resource: "sandboxclaims"}, func(string) error {
+			_, err := e.Claims.ListSandboxClaims(ctx, &sandboxv1.ListSandboxClaimsRequest{})
+			return err
+		}},
+		"claim remove": {onPool("delete", "sandboxclaims", "a"), func(name string) error {
+			_, err := e.Claims.DeleteSandboxClaim(ctx, &sandboxv1.DeleteSandboxClaimRequest{Name: name, Wait: true})
+			return err
+		}},
+		"set get": {onPool("get", "sandboxsets", "a"), func(name string) error {
+			_, err := e.Sets.GetSandboxSet(ctx, &sandboxv1.GetSandboxSetRequest{Name: name})
+			return err
+		}},
+		"set list": {onPool("list", "sandboxsets", ""), func(string) error {
+			_, err := e.Sets.ListSandboxSets(ctx, &sandboxv1.ListSandboxSetsRequest{Namespace: "default"})
+			return err
+		}},
+		"set list all": {grpcapi.Access{Verb: "list", Resource: "sandboxsets"}, func(string) error {
+			_, err := e.Sets.ListSandboxSets(ctx, &sandboxv1.ListSandboxSetsRequest{})
+			return err
+		}},
+		"set remove": {onPool("delete", "sandboxsets", "a"), func(name string) error {
+			_, err := e.Sets.DeleteSandboxSet(ctx, &sandboxv1.DeleteSandboxSetRequest{Name: name, Wait: true})
+			return err
+		}},
 	}
 	for name, tc := range calls {
 		before := e.Dump()
@@ -153,6 +241,17 @@ func TestEveryCallAsksForItsRight(t *testing.T) {
 			t.Errorf("%s changed something", name)
 		}
 	}
+	// A method that is not in the table may ask for nothing.
+	for _, file := range []protoreflect.FileDescriptor{sandboxv1.File_sandbox_v1_sandbox_proto, sandboxv1.File_sandbox_v1_volume_proto, sandboxv1.File_sandbox_v1_named_proto, sandboxv1.File_sandbox_v1_pool_proto} {
+		for i := range file.Services().Len() {
+			service := file.Services().Get(i)
+			for j := range service.Methods().Len() {
+				if method := fmt.Sprintf("method=/%s/%s ", service.FullName(), service.Methods().Get(j).Name()); !strings.Contains(e.Log.String(), method) {
+					t.Errorf("the table has no call of %s", method)
+				}
+			}
+		}
+	}
 	r.take(false)
 	names := slices.Sorted(maps.Keys(calls))
 	slices.SortStableFunc(names, func(a, b string) int { return order[a] - order[b] })
@@ -164,4 +263,4 @@ func TestEveryCallAsksForItsRight(t *testing.T) {
 }
 
 // order puts the calls that undo others last: paused last but one, since it keeps others from working.
-var order = map[string]int{"remove": 1, "pause": 2, "delete": 3}
+var order = map[string]int{"remove": 1, "claim remove": 1, "set remove": 1, "pause": 2, "delete": 3}

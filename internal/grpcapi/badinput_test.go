@@ -265,6 +265,9 @@ func badInputs() []badInput {
 	}{
 		"no spec":               {func(sb *sandboxv1.Sandbox) { sb.Spec = nil }, bad, fault.InvalidRequest},
 		"no image":              {func(sb *sandboxv1.Sandbox) { sb.Spec.Image = "" }, bad, fault.InvalidImage},
+		"runtimes":              {func(sb *sandboxv1.Sandbox) { sb.Spec.Runtimes = []string{"csi"} }, bad, fault.InvalidRequest},
+		"claims without a Pod":  {func(sb *sandboxv1.Sandbox) { sb.Spec.VolumeClaimTemplates = []string{`{"metadata":{"name":"a"}}`} }, bad, fault.InvalidRequest},
+		"claims that are none":  {func(sb *sandboxv1.Sandbox) { sb.Spec.VolumeClaimTemplates = []string{`{"meta":{}}`} }, bad, fault.InvalidRequest},
 		"image with spaces":     {func(sb *sandboxv1.Sandbox) { sb.Spec.Image = "busy box" }, bad, fault.InvalidImage},
 		"image an option":       {func(sb *sandboxv1.Sandbox) { sb.Spec.Image = "--help" }, bad, fault.InvalidImage},
 		"image too long":        {func(sb *sandboxv1.Sandbox) { sb.Spec.Image = long(1025) }, bad, fault.InvalidImage},
@@ -406,7 +409,7 @@ func badInputs() []badInput {
 	for name, c := range others {
 		table = append(table, badInput{"other/" + name, c.call, bad, c.reason})
 	}
-	return table
+	return append(table, badClaims()...)
 }
 
 // sendable says whether the messages can express an entry: strings are UTF-8 in protobuf, and a request to detach

@@ -1,5 +1,5 @@
-// Package grpcapi is the public gRPC API: SandboxVolumeService, SandboxService, ImageService and
-// NodeService.
+// Package grpcapi is the public gRPC API: SandboxVolumeService, SandboxService, SandboxClaimService,
+// SandboxSetService, VolumeService, ImageService and NodeService.
 //
 // A call is authenticated, authorised (the caller's tenant is the sandbox's, and an Authorizer agrees) and validated; then it
 // changes the wish, spec, in the store, and waits until the scheduler runtime has written to status what
@@ -15,6 +15,8 @@
 // The end of the client's deadline is answered a moment before it, while the client still listens, with
 // OPERATION_PENDING and how to look; a call without a deadline waits as long as Options.MaxWait.
 //
+// A call that waits for a SandboxClaim follows that one object of the store; its phases Completed and Failed are final.
+//
 // # Checks of a change
 //
 // What can be said of the request alone is said first. Everything that depends on the sandbox is checked
@@ -29,6 +31,10 @@
 //   - Removing joins a removal under way; force turns a removal that is not forced into one that is.
 //   - A request id that the sandbox has seen already is replaced by a fresh one in the entry, so that the
 //     result of the earlier request is never taken for that of the later.
+//   - A claim is checked here only where that gives a better answer: its schema and the admission policies have the say, and
+//     their words come through. Whose it is only its Namespace says, so its calls need an Authorizer, or a caller without a tenant.
+//   - A claim that is Failed is an error, and kept: the answer says what its condition says, with its reason where that is one
+//     of ours. One that is Completed with fewer sandboxes than asked for is an answer, and says so itself (PartiallyClaimed).
 //
 // # Errors
 //

@@ -55,13 +55,25 @@ func (s *sandboxService) newSandbox(ctx context.Context, m *sandboxv1.Sandbox) (
 	if sb.Spec.TenantID == "" {
 		sb.Spec.TenantID = tenant
 	}
-	checks := []func(*v1alpha1.Sandbox) error{checkMeta, checkGroupNames, checkTenant, checkProcess, checkResources, s.checkShutdown}
+	checks := []func(*v1alpha1.Sandbox) error{checkMeta, checkGroupNames, checkTenant, checkProcess, checkResources, checkPod, s.checkShutdown}
 	for _, check := range checks {
 		if err := check(sb); err != nil {
 			return nil, err
 		}
 	}
 	return sb, holdTo(tenant, sb)
+}
+
+// checkPod checks what is for sandboxes that are Pods. Runtimes are what a set may turn on for its sandboxes, and no caller here:
+// the API server would take them for the controller's wish.
+func checkPod(sb *v1alpha1.Sandbox) error {
+	switch {
+	case len(sb.Spec.Runtimes) > 0:
+		return invalid("spec.runtimes is set by a SandboxSet for its sandboxes: leave it out, and let the sandbox's group turn dynamic volumes on")
+	case len(sb.Spec.VolumeClaimTemplates) > 0 && sb.Spec.Template == nil:
+		return invalid("spec.volumeClaimTemplates are for a sandbox that is a Pod: set spec.template, or leave them out")
+	}
+	return nil
 }
 
 // checkAgainstGroup checks what depends on the group: the sub-group, the image, the volumes.

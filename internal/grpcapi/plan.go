@@ -2,11 +2,13 @@ package grpcapi
 
 import (
 	"fmt"
+	"slices"
 	"strings"
 
 	"github.com/containerd/errdefs"
 	"k8s.io/apimachinery/pkg/util/uuid"
 
+	agentsv1alpha1 "github.com/flux-sandbox/flux-sandbox/api/agents/v1alpha1"
 	"github.com/flux-sandbox/flux-sandbox/api/sandbox/v1alpha1"
 	"github.com/flux-sandbox/flux-sandbox/internal/fault"
 	"github.com/flux-sandbox/flux-sandbox/internal/volume"
@@ -32,13 +34,21 @@ type plan struct {
 	priorRow string
 }
 
+// hasCSI says whether the sandbox's SandboxSet lets it have dynamic volumes.
+func hasCSI(sb *v1alpha1.Sandbox) bool { return slices.Contains(sb.Spec.Runtimes, v1alpha1.RuntimeCSI) }
+
 // planAdd decides what to do to have the volume wish, which is valid by itself, in the sandbox, and changes
 // the spec accordingly. sb is a fresh copy, group its group's present state.
 func planAdd(sb *v1alpha1.Sandbox, group *v1alpha1.SandboxGroup, available func(v1alpha1.VolumeType) bool, wish v1alpha1.DynamicVolume) (plan, error) {
 	if err := checkTakesVolumes(sb); err != nil {
 		return plan{}, err
 	}
-	if !group.Spec.FeatureGates.DynamicVolumeMount {
+	switch set := sb.Labels[agentsv1alpha1.LabelSandboxSet]; {
+	case hasCSI(sb):
+	case set != "" && sb.Spec.Template != nil:
+		return plan{}, fault.New(errdefs.ErrFailedPrecondition, fault.FeatureDisabled,
+			"dynamic volumes are off in SandboxSet %s/%s: add the runtime csi to its spec.runtimes, which counts for new sandboxes", sb.Namespace, set)
+	case !group.Spec.FeatureGates.DynamicVolumeMount:
 		return plan{}, fault.New(errdefs.ErrFailedPrecondition, fault.FeatureDisabled,
 			"dynamic volumes are off for group %s/%s: its operator turns them on with spec.featureGates.dynamicVolumeMount: true",
 			group.Namespace, group.Name)

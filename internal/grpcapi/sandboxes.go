@@ -7,6 +7,7 @@ import (
 
 	"github.com/containerd/errdefs"
 	"google.golang.org/grpc"
+	"google.golang.org/protobuf/proto"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/labels"
 	"k8s.io/apimachinery/pkg/util/rand"
@@ -23,6 +24,9 @@ import (
 const (
 	defaultSandboxPage = 500
 	maxSandboxPage     = 1000
+	// maxPageBytes is where a page ends before it has as many as asked for. gRPC's clients take 4 MiB, and one
+	// sandbox alone may be nearly that large.
+	maxPageBytes = 2 << 20
 )
 
 // sandboxService serves SandboxService.
@@ -45,7 +49,8 @@ func (s *sandboxService) CreateSandbox(ctx context.Context, req *sandboxv1.Creat
 		return nil, err
 	}
 	for i := range sb.Spec.DynamicVolumes {
-		sb.Spec.DynamicVolumes[i].RequestID = newID()
+		// As in a sandbox that was shown: what was asked of the old one is not asked of the new one.
+		sb.Spec.DynamicVolumes[i].RequestID, sb.Spec.DynamicVolumes[i].Detach = newID(), nil
 	}
 	waitCtx, cancel := s.waiting(ctx)
 	defer cancel()
@@ -157,6 +162,7 @@ func (s *sandboxService) ListSandboxes(ctx context.Context, req *sandboxv1.ListS
 		}
 	}
 	resp := &sandboxv1.ListSandboxesResponse{}
+	bytes, last := 0, (*v1alpha1.Sandbox)(nil)
 	// A caller with a tenant is shown its own only, so a page of the store may hold fewer than asked for.
 	for {
 		options.Limit = size - len(resp.Sandboxes)
@@ -165,9 +171,15 @@ func (s *sandboxService) ListSandboxes(ctx context.Context, req *sandboxv1.ListS
 			return nil, err
 		}
 		for _, sb := range page.Items {
-			if holdTo(tenant, sb) == nil {
-				resp.Sandboxes = append(resp.Sandboxes, convert.SandboxProto(sb))
+			if holdTo(tenant, sb) != nil {
+				continue
 			}
+			m := convert.SandboxProto(sb)
+			if bytes += proto.Size(m); bytes > maxPageBytes && len(resp.Sandboxes) > 0 {
+				resp.NextPageToken = store.After(last)
+				return resp, nil
+			}
+			resp.Sandboxes, last = append(resp.Sandboxes, m), sb
 		}
 		options.Continue = page.Continue
 		if page.Continue == "" || len(resp.Sandboxes) == size {

@@ -36,13 +36,19 @@ func TestCreateSandbox(t *testing.T) {
 		sb.Spec.Env = []*sandboxv1.EnvVar{{Name: "A", Value: "1"}}
 		sb.Spec.Resources = &sandboxv1.Resources{Limits: map[string]string{"cpu": "500m", "memory": "64Mi"}}
 		sb.Spec.VolumeMounts = []*sandboxv1.VolumeMount{{Source: "/srv/models", Target: "/models", Mode: "ro"}}
-		sb.Spec.DynamicVolumes = []*sandboxv1.DynamicVolume{{VolumeType: "local", Source: "/srv/data", Target: "/data", SizeLimit: "1Gi"}}
+		sb.Spec.DynamicVolumes = []*sandboxv1.DynamicVolume{{VolumeType: "local", Source: "/srv/data", Target: "/data", SizeLimit: "1Gi",
+			RequestId: "ignored", Detach: &sandboxv1.DetachRequest{RequestId: "ignored"}}}
 	})
 	got, err := create(t, e, wish, true)
 	noError(t, err)
 	if got.Namespace != "default" || got.Generation != 1 || got.Uid == "ignored" || got.Status.Phase != "Running" || got.Status.VolumesReady != "2/2" {
 		t.Errorf("created %v", got)
 	}
+	entry := wish.Spec.DynamicVolumes[0]
+	if entry.RequestId == got.Spec.DynamicVolumes[0].RequestId {
+		t.Error("the id of another request was taken")
+	}
+	entry.RequestId, entry.Detach = got.Spec.DynamicVolumes[0].RequestId, nil
 	if !proto.Equal(got.Spec, wish.Spec) {
 		t.Errorf("spec:\n got %v\nwant %v", got.Spec, wish.Spec)
 	}
@@ -159,6 +165,33 @@ func TestListSandboxes(t *testing.T) {
 		if got := list(req); got != want {
 			t.Errorf("got %q, want %q", got, want)
 		}
+	}
+}
+
+// Sandboxes may be so large that a page of them is more than a client takes.
+func TestPagesFitIntoAMessage(t *testing.T) {
+	e := grpcapitest.Start(t, nil)
+	const count = 20
+	for i := range count {
+		_, err := create(t, e, sandbox(fmt.Sprintf("s%02d", i), func(sb *sandboxv1.Sandbox) {
+			sb.Spec.Args = []string{strings.Repeat("x", 500<<10)}
+		}), false)
+		noError(t, err)
+	}
+	seen := map[string]bool{}
+	req := &sandboxv1.ListSandboxesRequest{}
+	for {
+		resp, err := e.Sandboxes.ListSandboxes(t.Context(), req)
+		noError(t, err)
+		for _, sb := range resp.Sandboxes {
+			seen[sb.Name] = true
+		}
+		if req.PageToken = resp.NextPageToken; req.PageToken == "" {
+			break
+		}
+	}
+	if len(seen) != count {
+		t.Errorf("%d of %d were listed", len(seen), count)
 	}
 }
 

@@ -18,6 +18,7 @@ import (
 	sandboxv1 "github.com/flux-sandbox/flux-sandbox/api/proto/sandbox/v1"
 	"github.com/flux-sandbox/flux-sandbox/api/sandbox/v1alpha1"
 	"github.com/flux-sandbox/flux-sandbox/internal/fault"
+	"github.com/flux-sandbox/flux-sandbox/internal/grpcstop"
 	"github.com/flux-sandbox/flux-sandbox/internal/store"
 )
 
@@ -42,6 +43,8 @@ type Options struct {
 	Available func(v1alpha1.VolumeType) bool
 	// NamedVolumes keeps the volumes of VolumeService; nil where there are claims instead.
 	NamedVolumes NamedVolumes
+	// Pools are the SandboxSets and SandboxClaims; nil where there are none. Its error says why there are none now.
+	Pools func() (*Pools, error)
 	// Logger gets a line per call; slog's default when nil.
 	Logger *slog.Logger
 	// MaxWait is how long a call waits at most, also without a deadline; 2 minutes when 0.
@@ -112,6 +115,8 @@ func New(options Options) (*Server, error) {
 	sandboxv1.RegisterImageServiceServer(s.grpc, &imageService{Server: s})
 	sandboxv1.RegisterNodeServiceServer(s.grpc, &nodeService{Server: s})
 	sandboxv1.RegisterVolumeServiceServer(s.grpc, &namedService{Server: s})
+	sandboxv1.RegisterSandboxClaimServiceServer(s.grpc, &claimService{Server: s})
+	sandboxv1.RegisterSandboxSetServiceServer(s.grpc, &setService{Server: s})
 	healthv1.RegisterHealthServer(s.grpc, s.health)
 	reflection.Register(s.grpc)
 	s.setHealth(healthv1.HealthCheckResponse_NOT_SERVING)
@@ -127,7 +132,7 @@ func (s *Server) setHealth(status healthv1.HealthCheckResponse_ServingStatus) {
 
 // Serve serves on the listener until ctx ends, and closes it. The health service says SERVING when the
 // follower of the store has seen everything. When ctx ends, calls that wait are answered, and others are
-// given Options.StopGrace. The error is that of the listener; nil after ctx has ended.
+// given Options.StopGrace; one that hangs even then is left behind. The error is that of the listener; nil after ctx has ended.
 func (s *Server) Serve(ctx context.Context, listener net.Listener) error {
 	ctx, stop := context.WithCancel(ctx)
 	defer stop()
@@ -144,9 +149,7 @@ func (s *Server) Serve(ctx context.Context, listener net.Listener) error {
 		defer close(stopped)
 		<-ctx.Done()
 		s.health.Shutdown()
-		kill := time.AfterFunc(s.options.StopGrace, s.grpc.Stop)
-		defer kill.Stop()
-		s.grpc.GracefulStop()
+		grpcstop.Within(s.grpc, s.options.StopGrace)
 	}()
 	err := s.grpc.Serve(listener)
 	stop()

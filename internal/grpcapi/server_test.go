@@ -2,8 +2,10 @@ package grpcapi_test
 
 import (
 	"context"
+	"errors"
 	"strings"
 	"testing"
+	"time"
 
 	"github.com/containerd/errdefs"
 	"google.golang.org/grpc/codes"
@@ -213,6 +215,31 @@ func TestStoppingAnswersWhoWaits(t *testing.T) {
 	e.Stop()
 	wantError(t, <-waiting, codes.Unavailable, fault.OperationPending, "the server is stopping", "goes on")
 	wantError(t, <-watching, codes.Unavailable, store.Unavailable, "watch again")
+}
+
+// hanging is an Agents that does not come back, whatever becomes of the call.
+type hanging struct{ entered, end chan struct{} }
+
+func (h hanging) Client(string) (agentv1.AgentServiceClient, error) {
+	close(h.entered)
+	<-h.end
+	return nil, errors.New("the test is over")
+}
+
+func TestACallThatHangsDoesNotKeepTheServer(t *testing.T) {
+	h := hanging{make(chan struct{}), make(chan struct{})}
+	defer close(h.end)
+	e := grpcapitest.Start(t, func(o *grpcapi.Options) { o.Agents, o.StopGrace = h, time.Millisecond })
+	call := make(chan error, 1)
+	go func() {
+		_, err := e.Nodes.Doctor(t.Context(), &sandboxv1.DoctorRequest{})
+		call <- err
+	}()
+	<-h.entered
+	e.Stop()
+	if <-call == nil {
+		t.Error("the call was answered")
+	}
 }
 
 func TestOptionsAreRequired(t *testing.T) {

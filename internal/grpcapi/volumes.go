@@ -90,7 +90,7 @@ func newEntry(req *sandboxv1.AddSandVolumeRequest) (v1alpha1.DynamicVolume, erro
 	if entry.OnFailure == "" {
 		entry.OnFailure = v1alpha1.OnFailureRemove
 	}
-	entry.RequestID = req.GetRequestId()
+	entry.RequestID, entry.Detach = req.GetRequestId(), nil
 	// Any tenant will do here: whether it is the sandbox's is said when that is known.
 	return entry, volume.ValidateEntry(&entry, volume.SandboxContext{TenantID: entry.TenantID})
 }
@@ -98,6 +98,9 @@ func newEntry(req *sandboxv1.AddSandVolumeRequest) (v1alpha1.DynamicVolume, erro
 // writeEntry makes the plan for a wish on the stored sandbox and writes it. It returns what is stored then.
 func (s *Server) writeEntry(ctx context.Context, sb *v1alpha1.Sandbox, wish v1alpha1.DynamicVolume) (*v1alpha1.Sandbox, plan, error) {
 	group, err := s.groupOf(ctx, sb.Namespace, sb.Spec.Group)
+	if hasCSI(sb) && fault.ReasonOf(err) == fault.GroupNotFound {
+		group, err = &v1alpha1.SandboxGroup{}, nil // it needs none: the set has turned the gate
+	}
 	if err != nil {
 		return nil, plan{}, err
 	}

@@ -9,6 +9,7 @@ import (
 
 	"github.com/flux-sandbox/flux-sandbox/internal/containers"
 	"github.com/flux-sandbox/flux-sandbox/internal/fault"
+	"github.com/flux-sandbox/flux-sandbox/internal/volume/anchor"
 	"github.com/flux-sandbox/flux-sandbox/internal/volume/csi"
 	"github.com/flux-sandbox/flux-sandbox/internal/volume/local"
 )
@@ -31,6 +32,8 @@ type Config struct {
 	Pods PodsConfig `json:"pods,omitempty"`
 	// CSI says which CSI drivers the agent may call.
 	CSI CSIConfig `json:"csi,omitempty"`
+	// Kubelet says where kubelet has what it mounts for Pods.
+	Kubelet KubeletConfig `json:"kubelet,omitempty"`
 	// PersistentVolumes accepts the paths of local and hostPath PersistentVolumes as sources. It stands in no file: it is
 	// set where nobody but a cluster's controller can command the agent.
 	PersistentVolumes bool `json:"-"`
@@ -42,6 +45,12 @@ type CSIConfig struct {
 	// outside of kubelet's folders: a driver in a Pod needs the folder csi of runDir at the same path, with
 	// mountPropagation Bidirectional.
 	Drivers []csi.Driver `json:"drivers,omitempty"`
+}
+
+// KubeletConfig is about the node's kubelet.
+type KubeletConfig struct {
+	// Dir is its folder (--root-dir); /var/lib/kubelet when empty.
+	Dir string `json:"dir,omitempty"`
 }
 
 // PodsConfig is about containers that kubelet runs. They must be those of the containerd at containerd.address.
@@ -128,7 +137,10 @@ func (c Config) WithDefaults(hostname func() (string, error)) (Config, error) {
 	if c.RunDir == "" {
 		c.RunDir = DefaultRunDir
 	}
-	for key, dir := range map[string]string{"stateDir": c.StateDir, "runDir": c.RunDir} {
+	if c.Kubelet.Dir == "" {
+		c.Kubelet.Dir = anchor.DefaultKubelet
+	}
+	for key, dir := range map[string]string{"stateDir": c.StateDir, "runDir": c.RunDir, "kubelet.dir": c.Kubelet.Dir} {
 		if !filepath.IsAbs(dir) || filepath.Clean(dir) != dir || dir == "/" {
 			return c, Invalid("%s %q: must be an absolute, clean path of a directory of its own", key, dir)
 		}
@@ -138,6 +150,9 @@ func (c Config) WithDefaults(hostname func() (string, error)) (Config, error) {
 	}
 	if s := c.Pods.NRISocket; s != "" && !filepath.IsAbs(s) {
 		return c, Invalid("pods.nriSocket %q: must be an absolute path", s)
+	}
+	if v := c.Volumes; v.PrepareRate < 0 || v.PrepareBurst < 0 {
+		return c, Invalid("volumes.prepareRate %g and prepareBurst %d: must not be negative, or no source would ever be prepared", v.PrepareRate, v.PrepareBurst)
 	}
 	if err := csi.CheckDrivers(c.CSI.Drivers); err != nil {
 		return c, Invalid("csi.drivers: %w", err)
@@ -164,6 +179,9 @@ func (c Config) hookSocket() string     { return filepath.Join(c.RunDir, "hook.s
 
 // Published is the folder of volumes that CSI drivers publish. It is no Place: what is mounted there is data.
 func (c Config) Published() string { return filepath.Join(c.RunDir, "csi") }
+
+// Anchored is the folder of volumes that kubelet publishes for anchors: their guards are mounted there. It is no Place.
+func (c Config) Anchored() string { return filepath.Join(c.RunDir, "guards") }
 
 // source makes the source of volumes of type local.
 func (c Config) source() (*local.Source, error) {

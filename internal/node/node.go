@@ -16,6 +16,7 @@ import (
 	"github.com/flux-sandbox/flux-sandbox/internal/mount"
 	"github.com/flux-sandbox/flux-sandbox/internal/pods"
 	"github.com/flux-sandbox/flux-sandbox/internal/volume"
+	"github.com/flux-sandbox/flux-sandbox/internal/volume/anchor"
 	"github.com/flux-sandbox/flux-sandbox/internal/volume/csi"
 )
 
@@ -51,6 +52,13 @@ func Open(ctx context.Context, config Config, programs Programs, log *slog.Logge
 	n := &Node{config: config, sources: map[v1alpha1.VolumeType]volume.Source{v1alpha1.VolumeTypeLocal: source}}
 	if err := n.openCSI(log); err != nil {
 		return nil, err
+	}
+	if config.PersistentVolumes {
+		anchors, err := anchor.New(anchor.Config{Dir: config.Anchored(), Kubelet: config.Kubelet.Dir, Log: log.With("component", "anchors")})
+		if err != nil {
+			return nil, err
+		}
+		n.sources[v1alpha1.VolumeTypePVC] = anchors
 	}
 	defer func() {
 		if err != nil {

@@ -3,6 +3,7 @@ package scheduler
 import (
 	"context"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"k8s.io/apimachinery/pkg/types"
@@ -19,16 +20,24 @@ type actor struct {
 	key store.Key
 	uid types.UID
 
-	mu    sync.Mutex // guards inbox and moved
+	mu    sync.Mutex // guards inbox, moved and expected
 	inbox []result
 	// moved is when a volume that the sandbox asks for changed last.
 	moved time.Time
+	// expected are volumes that the sandbox is about to ask for, with the time until when that is believed (Scheduler.Expect).
+	expected map[VolumeRef]time.Time
 
 	// What is below belongs to the worker that has the sandbox's key.
 
 	status v1alpha1.SandboxStatus
-	// written is the status as it is in the store.
+	// written is the status as it is in the store, as far as it is ours: what somebody else changed in it is written again.
 	written v1alpha1.SandboxStatus
+	// stored is the status that the store had at the resourceVersion version, by our last write or by the last look at what
+	// others wrote.
+	stored  v1alpha1.SandboxStatus
+	version string
+	// behind is since when a status that is not urgent waits to be written (pass.gathers); zero when none does.
+	behind time.Time
 	// volumes by target.
 	volumes map[string]*volumeState
 	// life is the command in flight that concerns the sandbox as a whole.
@@ -52,8 +61,14 @@ type actor struct {
 	gone bool
 	// endedSince is when the process was first seen ended although it should run.
 	endedSince time.Time
-	// rebuild is when the Pod is made again after it failed.
+	// rebuild is when the Pod is made again after it was lost, counted the last that this counts.
 	rebuild retry
+	counted types.UID
+	// pod is the last one that was seen, ranSince since when it runs.
+	pod      types.UID
+	ranSince time.Time
+	// settled: the claims are ready for the sandbox to go.
+	settled bool
 	tally   tally
 	// byHash has the volumes of entries that are, or may be, on the node, unsettled those whose attach failed, with the
 	// time until when they may be there all the same (holds).
@@ -137,6 +152,11 @@ const (
 	// About the Pod that is the sandbox's own, and asked of the API server.
 	verbCreatePod verb = "createPod"
 	verbDeletePod verb = "deletePod"
+	verbKillPod   verb = "killPod"
+	verbUpdatePod verb = "updatePod"
+	// About its claims, likewise.
+	verbEnsureClaims verb = "ensureClaims"
+	verbSettleClaims verb = "settleClaims"
 )
 
 // operation is a command to an agent that is in flight.
@@ -161,6 +181,14 @@ type operation struct {
 	now bool
 	// hold is the volume that is held for an attach; guarded by holds.mu while it is in flight.
 	hold VolumeRef
+	// waits is what is waited for before the command can be sent.
+	waits atomic.Pointer[waiting]
+}
+
+// waiting is what an operation waits for; why is nil when that has ended.
+type waiting struct {
+	why   error
+	since time.Time
 }
 
 // result is how an operation ended.
@@ -221,6 +249,8 @@ func (s *Scheduler) actor(sb *v1alpha1.Sandbox) *actor {
 		uid:     sb.UID,
 		status:  *sb.Status.DeepCopy(),
 		written: *sb.Status.DeepCopy(),
+		stored:  sb.Status,
+		version: sb.ResourceVersion,
 		volumes: map[string]*volumeState{},
 	}
 	for i := range a.status.Volumes {

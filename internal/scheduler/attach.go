@@ -9,6 +9,7 @@ import (
 
 	"github.com/containerd/errdefs"
 
+	agentsv1alpha1 "github.com/flux-sandbox/flux-sandbox/api/agents/v1alpha1"
 	agentv1 "github.com/flux-sandbox/flux-sandbox/api/proto/agent/v1"
 	"github.com/flux-sandbox/flux-sandbox/api/sandbox/v1alpha1"
 	"github.com/flux-sandbox/flux-sandbox/internal/fault"
@@ -20,6 +21,10 @@ func (m *VolumeManager) planAttach(p *pass, v *volumeState, e *entry, have *agen
 	v.answered = nil
 	if have != nil && have.GetPhase() == recordMounted && have.GetEntryHash() == e.hash {
 		v.settleBy = time.Time{}
+		if have.GetReason() != "" {
+			m.offline(p, v, e, have)
+			return
+		}
 		m.tellMounted(p, v, e)
 		m.mounted(p, v, e, have)
 		if m.confirmed(p, v) || p.stage != stageRunning {
@@ -101,6 +106,25 @@ func (m *VolumeManager) pend(p *pass, v *volumeState, row v1alpha1.VolumeStatus)
 	m.setPhase(p, v, &row, v1alpha1.VolumePending)
 }
 
+// offline makes the row say that what is mounted is of no use any more. Nothing is done about it: it may come back, and whether
+// a process can be without it is for its user to say.
+func (m *VolumeManager) offline(p *pass, v *volumeState, e *entry, have *agentv1.MountRecord) {
+	row := m.rowFor(v, e)
+	if row.Phase == v1alpha1.VolumeFailed && row.Reason == have.GetReason() && row.ObservedGeneration == p.sb.Generation {
+		return
+	}
+	message := have.GetMessage() + ": once its storage works again, detach it (with force if it is in use) and attach it anew"
+	if row.Phase != v1alpha1.VolumeFailed || row.Reason != have.GetReason() {
+		p.event(p.sb, EventWarning, have.GetReason(), e.Target+": "+message)
+		p.Logger.Warn("volume is offline", "sandbox", p.a.key.String(), "target", e.Target, "source", e.Source, "node", p.a.status.Node, "error", have.GetMessage())
+	}
+	row.Reason, row.Message = have.GetReason(), message
+	row.DetachState, row.Holders = "", nil
+	row.Attempts, row.NextRetryTime = 0, nil
+	row.ObservedGeneration = p.sb.Generation
+	m.setPhase(p, v, row, v1alpha1.VolumeFailed)
+}
+
 // mounted makes the row say so.
 func (m *VolumeManager) mounted(p *pass, v *volumeState, e *entry, have *agentv1.MountRecord) {
 	row := m.rowFor(v, e)
@@ -113,6 +137,7 @@ func (m *VolumeManager) mounted(p *pass, v *volumeState, e *entry, have *agentv1
 		}
 	}
 	row.Attempts, row.NextRetryTime = 0, nil
+	row.HasBeenMounted = true
 	row.LimitEnforcement = v1alpha1.LimitEnforcement(have.GetLimitEnforcement())
 	row.CapacityBytes = have.GetCapacityBytes()
 	if at := have.GetAttached(); at != "" {
@@ -154,9 +179,14 @@ func (m *VolumeManager) confirmed(p *pass, v *volumeState) bool {
 }
 
 // gate says whether new dynamic volumes are refused: the group is gone, its gate is off, or one of its agents
-// is too old (design, rulings 2 and 13).
+// is too old (design, rulings 2 and 13). A sandbox of a SandboxSet has the set's gate with it, its runtime csi.
 func (m *VolumeManager) gate(p *pass) error {
-	switch {
+	switch set := p.sb.Labels[agentsv1alpha1.LabelSandboxSet]; {
+	case slices.Contains(p.sb.Spec.Runtimes, v1alpha1.RuntimeCSI):
+		return nil
+	case set != "" && podBacked(p.sb):
+		return fault.New(errdefs.ErrFailedPrecondition, fault.FeatureDisabled,
+			"dynamic volumes are off in SandboxSet %s/%s: add the runtime csi to its spec.runtimes, which counts for new sandboxes", p.key.Namespace, set)
 	case m.runtime == nil:
 		return fault.New(errdefs.ErrFailedPrecondition, fault.GroupNotFound,
 			"the sandbox group %s/%s does not exist, so nothing allows dynamic volumes: create it", p.key.Namespace, p.key.Group)
@@ -180,7 +210,7 @@ func isGate(reason string) bool {
 func (m *VolumeManager) due(p *pass, v *volumeState, e *entry) bool {
 	row := v.row
 	switch {
-	case e.OnFailure == v1alpha1.OnFailureRemove:
+	case v.removable(e):
 		m.remove(v, e) // it was left half done
 		return false
 	case isGate(row.Reason), row.ForceMount != e.ForceMount:
@@ -188,7 +218,7 @@ func (m *VolumeManager) due(p *pass, v *volumeState, e *entry) bool {
 		return false
 	case isAway(row.Reason) && v.failedAt.Before(p.agent.changed):
 		// The agent is back.
-	case isWaiting(fault.Reason(row.Reason)) && v.failedAt.Before(p.a.movedAt()):
+	case (isWaiting(fault.Reason(row.Reason)) || isAnchor(fault.Reason(row.Reason))) && v.failedAt.Before(p.a.movedAt()):
 		// What was waited for may be there.
 	case p.now.Before(v.retry.due):
 		p.lookAt(v.retry.due)
@@ -207,6 +237,16 @@ func (m *VolumeManager) fits(p *pass, row *v1alpha1.VolumeStatus, e *entry) bool
 	at, err := p.Resolver.Locate(wish(p.sb, e, p.set.topology))
 	return err == nil && at.Reach.check(node, p.agent.Labels) == nil &&
 		compareTopology(p.set.topology, at.Domains, node, e.ForceMount).result != v1alpha1.TopologyMismatch
+}
+
+// isAnchor says of a reason that it ends with a change of what a volume needs on its node (Keeper.Anchor).
+func isAnchor(reason fault.Reason) bool {
+	return reason == fault.AnchorPending || reason == fault.AnchorLost
+}
+
+// isUnusable says of an agent's reason that what there is of a volume on the node is no good (ResolvedVolume.Unusable).
+func isUnusable(reason fault.Reason) bool {
+	return reason == fault.AnchorLost || reason == fault.DriverFailed || reason == fault.VolumeOffline
 }
 
 func isAway(reason string) bool {
@@ -271,7 +311,7 @@ func (m *VolumeManager) attach(p *pass, v *volumeState, e *entry) {
 	if p.pod != nil {
 		p.aimAtPod(op, v, request)
 	}
-	s, sb, client, node, labels, topology, resolver := p.Scheduler, p.sb, p.agent.Client, p.a.status.Node, p.agent.Labels, p.set.topology, p.Resolver
+	s, sb, key, client, node, labels, topology, resolver := p.Scheduler, p.sb, p.a.key, p.agent.Client, p.a.status.Node, p.agent.Labels, p.set.topology, p.Resolver
 	p.begin(op, volumeTimeout, func(ctx context.Context, command *agentv1.Command) result {
 		var r result
 		switch e.VolumeType {
@@ -280,7 +320,16 @@ func (m *VolumeManager) attach(p *pass, v *volumeState, e *entry) {
 		case v1alpha1.VolumeTypeSnapshot:
 			request.Source = &agentv1.AttachRequest_Snapshot{Snapshot: &agentv1.SnapshotSource{Image: e.Source}}
 		default:
-			resolved, err := resolver.Resolve(ctx, wish(sb, e, topology), node)
+			w := wish(sb, e, topology)
+			w.Waits = func(why error) {
+				op.waits.Store(&waiting{why, s.Clock.Now()})
+				s.queue.add(item{key: key})
+			}
+			resolved, err := resolver.Resolve(ctx, w, node)
+			if op.waits.Load() != nil {
+				op.waits.Store(&waiting{nil, s.Clock.Now()})
+				s.queue.add(item{key: key})
+			}
 			if err == nil {
 				err = resolved.Reach.check(node, labels)
 			}
@@ -306,6 +355,9 @@ func (m *VolumeManager) attach(p *pass, v *volumeState, e *entry) {
 		response, err := client.Attach(ctx, request)
 		if err != nil {
 			r.err = err
+			if reason := fault.ReasonOf(fault.FromGRPC(err)); r.resolved != nil && r.resolved.Unusable != nil && isUnusable(reason) {
+				r.resolved.Unusable(ctx)
+			}
 			return r
 		}
 		r.record, r.already = response.GetRecord(), response.GetAlreadyMounted()
@@ -434,16 +486,24 @@ func (m *VolumeManager) failed(p *pass, v *volumeState, e *entry, err error) {
 	row.NextRetryTime = nil
 	row.DetachState, row.Holders, row.Attached = "", nil, ""
 	row.Topology, row.VolumeDomain, row.SandboxDomain = v.topology.result, v.topology.volume, v.topology.sandbox
-	if !isPermanent(err) && e.OnFailure != v1alpha1.OnFailureRemove && !isGate(row.Reason) {
+	removable := v.removable(e)
+	if !isPermanent(err) && !removable && !isGate(row.Reason) {
 		next := seconds(v.retry.due.Add(999_999_999)) // the whole second after
 		row.NextRetryTime = &next
 		p.lookAt(v.retry.due)
 	}
 	row.ObservedGeneration = p.sb.Generation
 	m.setPhase(p, v, row, v1alpha1.VolumeFailed)
-	if e.OnFailure == v1alpha1.OnFailureRemove && e.kind == v1alpha1.VolumeKindDynamic {
+	if removable && e.kind == v1alpha1.VolumeKindDynamic {
 		m.remove(v, e)
 	}
+}
+
+// removable says whether an entry goes when it fails: until it was mounted once. After that its sandbox counts on it, and
+// would write elsewhere what is meant for the volume, were it brought up again without it.
+func (v *volumeState) removable(e *entry) bool {
+	before := v != nil && v.row != nil && v.row.EntryHash == e.hash && !v.retained && v.row.HasBeenMounted
+	return e.OnFailure == v1alpha1.OnFailureRemove && !before
 }
 
 // remove has a failed entry taken out of the spec once its row is written.

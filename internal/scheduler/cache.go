@@ -6,6 +6,7 @@ import (
 	"sync"
 
 	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/apimachinery/pkg/util/resourceversion"
 
 	"github.com/flux-sandbox/flux-sandbox/api/sandbox/v1alpha1"
 	"github.com/flux-sandbox/flux-sandbox/internal/store"
@@ -32,14 +33,23 @@ func groupOf(sb *v1alpha1.Sandbox) store.Key {
 	return store.Key{Namespace: k.Namespace, Name: k.Group}
 }
 
-// put takes over what the store told. An older generation than what is there is left out: our own write may
-// have been faster than the store's word of the one before.
+// isOlder says whether one state of a sandbox is from before another. An object of another UID is none of its states.
+func isOlder(sb, other *v1alpha1.Sandbox) bool {
+	if sb.UID != other.UID {
+		return false
+	}
+	n, err := resourceversion.CompareResourceVersion(sb.ResourceVersion, other.ResourceVersion)
+	return err == nil && n < 0
+}
+
+// put takes over what the store told. An older state than what is there is left out: our own write may have been faster
+// than the store's word of the one before.
 func (c *cache) put(sb *v1alpha1.Sandbox) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	key := store.KeyOf(sb)
 	if old := c.sandboxes[key]; old != nil {
-		if old.UID == sb.UID && old.Generation > sb.Generation {
+		if isOlder(sb, old) {
 			return
 		}
 		c.removeLocked(old)
@@ -47,12 +57,13 @@ func (c *cache) put(sb *v1alpha1.Sandbox) {
 	c.putLocked(key, sb)
 }
 
-// renew takes over the result of a write of ours, unless the store said meanwhile that the object is gone.
+// renew takes over the result of a write of ours, unless the store said meanwhile that the object is gone, or has told of a
+// later write.
 func (c *cache) renew(sb *v1alpha1.Sandbox) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	key := store.KeyOf(sb)
-	if old := c.sandboxes[key]; old != nil && old.UID == sb.UID && old.Generation <= sb.Generation {
+	if old := c.sandboxes[key]; old != nil && old.UID == sb.UID && !isOlder(sb, old) {
 		c.removeLocked(old)
 		c.putLocked(key, sb)
 	}
@@ -143,6 +154,14 @@ func (c *cache) onNode(node string) []types.UID {
 		}
 	}
 	return uids
+}
+
+// isOn says whether the store has a sandbox on a node.
+func (c *cache) isOn(uid types.UID, node string) bool {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	sb := c.sandboxes[c.keys[uid]]
+	return sb != nil && sb.UID == uid && sb.Status.Node == node
 }
 
 // podsOn are the pod-backed sandboxes that the store has on a node.

@@ -37,8 +37,14 @@ func (p *pass) absorb(r result) {
 	case r.op.verb == verbDelete:
 		a.gone = true
 		p.registry.dropState(r.op.node, a.uid)
+	case r.op.verb == verbSettleClaims:
+		a.settled = true
 	case r.op.verb == verbCreatePod:
 		p.event(p.sb, EventNormal, "PodCreated", "Pod "+p.sb.Name+" is made from the template")
+	case r.op.verb == verbKillPod:
+		p.event(p.sb, EventWarning, string(fault.NodeDead), "node "+r.op.node+" does not run any more, and Pod "+p.sb.Name+" with it")
+	case r.op.verb == verbUpdatePod:
+		p.event(p.sb, EventNormal, "PodUpdated", "Pod "+p.sb.Name+" gets the images, CPU and memory of the template, in place")
 	case r.op.verb == verbDeletePod:
 		p.event(p.sb, EventNormal, "PodDeleted", "Pod "+p.sb.Name+" is to end")
 	case r.state != nil:

@@ -2,9 +2,10 @@ package scheduler
 
 import (
 	"context"
-	"errors"
 	"fmt"
 	"strings"
+
+	"github.com/containerd/errdefs"
 
 	agentv1 "github.com/flux-sandbox/flux-sandbox/api/proto/agent/v1"
 	"github.com/flux-sandbox/flux-sandbox/api/sandbox/v1alpha1"
@@ -50,7 +51,7 @@ func (m *VolumeManager) isAnswered(p *pass, v *volumeState, e *entry) bool {
 // planGone deals with a target that the spec does not have.
 func (m *VolumeManager) planGone(p *pass, target string, v *volumeState, have *agentv1.MountRecord) {
 	v.answered = nil
-	if v.row != nil && v.row.Phase == v1alpha1.VolumeFailed && v.row.OnFailure == v1alpha1.OnFailureRemove {
+	if v.row != nil && v.row.Phase == v1alpha1.VolumeFailed && v.row.OnFailure == v1alpha1.OnFailureRemove && !v.row.HasBeenMounted {
 		if !v.retained {
 			v.retained = true
 			v.over()
@@ -166,7 +167,7 @@ func (m *VolumeManager) detached(p *pass, v *volumeState, r result) {
 func (m *VolumeManager) busy(p *pass, v *volumeState, r result, described *v1alpha1.DynamicVolume) {
 	holders := holdersOf(r.detach)
 	message := busyMessage(r.op.target, holders)
-	m.log(p, "is busy", described, v, r, errors.New(message))
+	m.log(p, "is busy", described, v, r, fault.New(errdefs.ErrFailedPrecondition, fault.Busy, "%s", message))
 	e := r.op.entry
 	if e == nil || e.Detach.Force {
 		m.detachFailed(p, v, r, string(fault.Busy), message, v1alpha1.DetachBusy)

@@ -41,6 +41,11 @@
 // Pod deleted, first, so that processes end while their volumes are there, and then, or with the Pod of podRef running on,
 // the agent is told to detach and forget.
 //
+// A Pod of its own that is lost is made again, at once the first time and later and later when it goes on (notePod); that of a
+// node that is known to be dead is taken away first. Its claims (claims.go, Claims) are made before every Pod, in the same
+// operation, and what becomes of them is settled before the finalizer goes. What of its template was changed the Pod gets in
+// place; which Pod has it is the Pods' to tell (Pod.Outdated).
+//
 // # Volumes in use
 //
 // A volume that lives outside of its node is held (Keeper) from before the first attach that is sent to a node, over all

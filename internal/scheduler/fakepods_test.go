@@ -27,6 +27,8 @@ type fakePods struct {
 	refuse   error // what Create answers
 	creates  int
 	deletes  int
+	kills    int
+	updates  int
 	made     int
 	forgot   map[types.UID]bool
 	followed map[string]store.Key
@@ -129,6 +131,28 @@ func (f *fakePods) Delete(_ context.Context, sb *v1alpha1.Sandbox, uid types.UID
 		delete(f.pods, sb.Name)
 	}
 	f.told(sb.Name)
+	return nil
+}
+
+func (f *fakePods) Kill(ctx context.Context, sb *v1alpha1.Sandbox, uid types.UID) error {
+	f.mu.Lock()
+	f.kills++
+	f.lingers = false
+	f.mu.Unlock()
+	return f.Delete(ctx, sb, uid)
+}
+
+func (f *fakePods) Update(_ context.Context, sb *v1alpha1.Sandbox, uid types.UID) error {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	f.updates++
+	if f.refuse != nil {
+		return f.refuse
+	}
+	if pod := f.pods[sb.Name]; pod != nil && pod.UID == uid {
+		pod.Outdated, pod.Updated, pod.Updating = false, true, "Restarting"
+		f.told(sb.Name)
+	}
 	return nil
 }
 

@@ -1,6 +1,7 @@
 package scheduler
 
 import (
+	"cmp"
 	"context"
 	"maps"
 	"slices"
@@ -24,6 +25,11 @@ type Keeper interface {
 	Hold(ctx context.Context, ref VolumeRef) error
 	// LetGo ends that, if unused says so once no Hold of the volume can be under way. It is idempotent.
 	LetGo(ctx context.Context, ref VolumeRef, unused func() bool) error
+	// Anchor keeps what a volume needs on its nodes beside being held, which may be Pods: it is made anew on nodes that have
+	// the volume ready for a sandbox, each with one of those that use it there, and stays on those for which may says so; from
+	// all others it goes, in time. left says that there is something left, and the volume must not be let go yet. It is called
+	// at every change, and asks nobody when all is as it has to be.
+	Anchor(ctx context.Context, ref VolumeRef, nodes map[string]types.UID, may func(node string) bool) (left bool, err error)
 	// IsHeld says whether the volume is held, from memory.
 	IsHeld(ref VolumeRef) bool
 	// Held are all volumes that are held, by whomever, from memory.
@@ -135,6 +141,27 @@ func (h *holds) user(volumeKey string, refs ...VolumeRef) (uses, may bool) {
 	return uses, may || h.keyed[volumeKey] > 0
 }
 
+// usersOf are the sandboxes that use one of the volumes, and after them those that may.
+func (h *holds) usersOf(refs ...VolumeRef) []types.UID {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	sure := map[types.UID]bool{}
+	for _, ref := range refs {
+		for uid, is := range h.users[ref] {
+			sure[uid] = sure[uid] || is
+		}
+	}
+	return slices.SortedFunc(maps.Keys(sure), func(a, b types.UID) int {
+		if sure[a] != sure[b] {
+			if sure[a] {
+				return -1
+			}
+			return 1
+		}
+		return cmp.Compare(a, b)
+	})
+}
+
 // await has a sandbox looked at before anything is let go.
 func (h *holds) await(keys []store.Key) {
 	h.mu.Lock()
@@ -237,8 +264,9 @@ func (s *Scheduler) settle(ctx context.Context, ref VolumeRef) {
 	defer cancel()
 	uses, may := s.holds.user(volumeKey, refs...)
 	held := s.Keeper.IsHeld(ref)
-	var err error
+	left, err := s.anchor(ctx, ref, volumeKey, refs)
 	switch {
+	case err != nil:
 	case uses && !held:
 		if ref.Type == v1alpha1.VolumeTypePV && other != (VolumeRef{}) && s.Keeper.IsHeld(other) {
 			break // its claim is what counts
@@ -249,7 +277,7 @@ func (s *Scheduler) settle(ctx context.Context, ref VolumeRef) {
 			s.Logger.Warn("volume is used by a sandbox and cannot be held", "volumeType", ref.Type, "namespace", ref.Namespace, "source", ref.Source, "error", err)
 			err = nil // it is on its way out
 		}
-	case !may && held && s.holds.allSeen():
+	case !may && held && !left && s.holds.allSeen():
 		if s.hasOrphan(volumeKey) || s.isPrepared(volumeKey) {
 			break // a node has it for a sandbox that is gone, or for nobody any more: when that ends it is looked at again
 		}
@@ -265,6 +293,27 @@ func (s *Scheduler) settle(ctx context.Context, ref VolumeRef) {
 		s.Logger.Warn("cannot hold a volume, or let it go", "volumeType", ref.Type, "namespace", ref.Namespace, "source", ref.Source, "error", err)
 		s.queue.addAt(item{volume: ref}, s.Clock.Now().Add(retryDelay(n)))
 	}
+}
+
+// anchor keeps what a volume needs on its nodes. That a node says to have the volume ready has nothing made there: it could
+// come by everybody's volumes with that. A sandbox that uses it has to be there by the store, too.
+func (s *Scheduler) anchor(ctx context.Context, ref VolumeRef, volumeKey string, refs []VolumeRef) (left bool, err error) {
+	if ref.Type != v1alpha1.VolumeTypePVC || !s.holds.allSeen() {
+		return false, nil
+	}
+	var ready []string
+	if volumeKey != "" {
+		ready = slices.DeleteFunc(s.registry.preparedOn(volumeKey), s.Agents.Dead)
+	}
+	users, nodes := s.holds.usersOf(refs...), map[string]types.UID{}
+	for _, node := range ready {
+		if i := slices.IndexFunc(users, func(uid types.UID) bool { return s.cache.isOn(uid, node) }); i >= 0 {
+			nodes[node] = users[i]
+		}
+	}
+	return s.Keeper.Anchor(ctx, ref, nodes, func(node string) bool {
+		return slices.Contains(ready, node) || slices.ContainsFunc(users, func(uid types.UID) bool { return s.registry.mayBeOn(uid, node) })
+	})
 }
 
 // hasOrphan says whether a node has a volume for a sandbox that is gone.
@@ -291,6 +340,96 @@ func (s *Scheduler) hold(ctx context.Context, sb *v1alpha1.Sandbox, op *operatio
 	}
 	s.holds.begin(sb.UID, op, ref)
 	return s.Keeper.Hold(ctx, ref)
+}
+
+// Expect has volumes held that a sandbox is about to ask for, as far as it is known what is to be held of them: so that is
+// not one more step of their attach. It is called while the spec is being written; that the volumes are not held is found again by
+// their attach. If the spec is not written after all, Forgo ends it.
+func (s *Scheduler) Expect(ctx context.Context, sb *v1alpha1.Sandbox, entries []v1alpha1.DynamicVolume) {
+	if s.Keeper == nil {
+		return
+	}
+	ctx, cancel := context.WithTimeout(ctx, podTimeout)
+	defer cancel()
+	var refs []VolumeRef
+	for i := range entries {
+		if ref := s.heldFor(sb.Namespace, &entries[i]); ref != (VolumeRef{}) && s.expects(sb, ref) {
+			refs = append(refs, ref)
+		}
+	}
+	var holding sync.WaitGroup
+	for _, ref := range refs {
+		holding.Go(func() {
+			if err := s.Keeper.Hold(ctx, ref); err != nil {
+				s.Logger.Info("a volume is not held ahead of its attach", "volumeType", ref.Type, "namespace", ref.Namespace, "source", ref.Source, "error", err)
+			}
+		})
+	}
+	holding.Wait()
+}
+
+// heldFor is what is held of a volume that is asked for in a namespace; nothing for a PersistentVolume that may get a claim first.
+func (s *Scheduler) heldFor(namespace string, e *v1alpha1.DynamicVolume) VolumeRef {
+	ref := asked(namespace, e.VolumeType, e.Source)
+	if ref.Type != v1alpha1.VolumeTypePV {
+		return ref
+	}
+	if claim, _ := s.Keeper.About(ref); claim.Type == v1alpha1.VolumeTypePVC && claim.Namespace == namespace {
+		return claim
+	}
+	return VolumeRef{}
+}
+
+// expects notes that a sandbox may use a volume, for a while; false for one that is not known, whose end would not be heard of.
+func (s *Scheduler) expects(sb *v1alpha1.Sandbox, ref VolumeRef) bool {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	a := s.actors[store.KeyOf(sb)]
+	if a == nil || a.uid != sb.UID {
+		return false
+	}
+	a.mu.Lock()
+	if a.expected == nil {
+		a.expected = map[VolumeRef]time.Time{}
+	}
+	a.expected[ref] = s.Clock.Now().Add(settleAfter)
+	a.mu.Unlock()
+	s.holds.mu.Lock()
+	defer s.holds.mu.Unlock()
+	s.holds.add(sb.UID, ref, false)
+	return true
+}
+
+// Forgo ends Expect for a sandbox that does not get its volumes.
+func (s *Scheduler) Forgo(sb *v1alpha1.Sandbox) {
+	key := store.KeyOf(sb)
+	s.mu.Lock()
+	a := s.actors[key]
+	s.mu.Unlock()
+	if a == nil || a.uid != sb.UID {
+		return
+	}
+	a.mu.Lock()
+	a.expected = nil
+	a.mu.Unlock()
+	s.queue.add(item{key: key})
+}
+
+// stillExpected are the volumes that are expected at a time, and when to look again; zero for never.
+func (a *actor) stillExpected(now time.Time) (refs []VolumeRef, again time.Time) {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	for ref, until := range a.expected {
+		if !now.Before(until) {
+			delete(a.expected, ref)
+			continue
+		}
+		refs = append(refs, ref)
+		if again.IsZero() || until.Before(again) {
+			again = until
+		}
+	}
+	return refs, again
 }
 
 // volumeOf is what is held of a volume: its claim, where it has one.
@@ -355,7 +494,8 @@ func (p *pass) usesNow() uses {
 			if ref == (VolumeRef{}) {
 				ref = asked(p.sb.Namespace, row.VolumeType, row.Source)
 			}
-			if sure := isUse(row, isOver(st.Phase)); sure || away {
+			waits := row.NextRetryTime != nil && isAnchor(fault.Reason(row.Reason)) && !isOver(st.Phase)
+			if sure := isUse(row, isOver(st.Phase)); sure || away || waits {
 				note(ref, sure)
 			}
 		}
@@ -364,6 +504,13 @@ func (p *pass) usesNow() uses {
 		if v := p.a.volumes[e.Target]; away && (v == nil || v.row == nil || v.row.EntryHash != e.hash) {
 			note(asked(p.sb.Namespace, e.VolumeType, e.Source), false)
 		}
+	}
+	expected, again := p.a.stillExpected(p.now)
+	for _, ref := range expected {
+		note(ref, false)
+	}
+	if !again.IsZero() {
+		p.lookAt(again)
 	}
 	for ref, due := range p.a.unsettled {
 		switch {

@@ -3,6 +3,7 @@ package scheduler
 import (
 	"context"
 	"fmt"
+	"maps"
 	"slices"
 	"strings"
 	"sync"
@@ -10,6 +11,8 @@ import (
 	"time"
 
 	"github.com/containerd/errdefs"
+	"google.golang.org/protobuf/proto"
+	"k8s.io/apimachinery/pkg/types"
 
 	agentv1 "github.com/flux-sandbox/flux-sandbox/api/proto/agent/v1"
 	"github.com/flux-sandbox/flux-sandbox/api/sandbox/v1alpha1"
@@ -25,6 +28,10 @@ type fakeKeeper struct {
 	faults []error
 	// late says how many attaches an agent had got when a volume was held.
 	late func() int
+	// anchors are the nodes for which there is something of a volume beside its being held; anchored those that were last
+	// said to need that, made those that ever were without having it.
+	anchors, anchored map[VolumeRef][]string
+	made              []string
 }
 
 func (k *fakeKeeper) orNil() Keeper {
@@ -63,6 +70,27 @@ func (k *fakeKeeper) LetGo(_ context.Context, ref VolumeRef, unused func() bool)
 	delete(k.held, ref)
 	k.calls = append(k.calls, "let go "+ref.Source)
 	return nil
+}
+
+func (k *fakeKeeper) Anchor(_ context.Context, ref VolumeRef, nodes map[string]types.UID, may func(string) bool) (bool, error) {
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	need := slices.Sorted(maps.Keys(nodes))
+	for _, n := range need {
+		if !slices.Contains(k.anchors[ref], n) {
+			k.made = append(k.made, n)
+		}
+	}
+	for _, n := range k.anchors[ref] {
+		if may(n) && !slices.Contains(need, n) {
+			need = append(need, n+" maybe")
+		}
+	}
+	if k.anchored == nil {
+		k.anchored = map[VolumeRef][]string{}
+	}
+	k.anchored[ref] = need
+	return len(k.anchors[ref]) > 0, nil
 }
 
 func (k *fakeKeeper) IsHeld(ref VolumeRef) bool {
@@ -185,6 +213,77 @@ func TestAVolumeIsHeldUntilItsNodeHasReleasedIt(t *testing.T) {
 	w.did("hold c", "let go c")
 }
 
+// What a volume needs on its nodes stays where the volume is ready, or a sandbox may use it, and the volume is held as long
+// as there is something of it.
+func TestAVolumeIsAnchoredWhereItIsUsed(t *testing.T) {
+	w, k := holdWorld(t)
+	ref := claimed("c")
+	k.anchors = map[VolumeRef][]string{ref: {"n1", "n2"}}
+	needs := func(want ...string) {
+		t.Helper()
+		w.eventually(fmt.Sprintf("the nodes %v need it", want), func() bool {
+			w.s.queue.add(item{volume: ref})
+			k.mu.Lock()
+			defer k.mu.Unlock()
+			return slices.Equal(k.anchored[ref], want)
+		})
+	}
+	w.running("a", nil)
+	needs()
+	w.add("a", ofClaim("c", "/data"))
+	w.rowIs("a", "/data", v1alpha1.VolumeMounted)
+	needs("n1 maybe")
+	_, key := k.About(ref)
+	w.agent().prepares(key, true)
+	needs("n1")
+	w.delete("a")
+	w.eventually("a is gone", func() bool { return w.get("a") == nil })
+	needs("n1 maybe")
+	w.agent().prepares(key, false)
+	needs()
+	w.did("hold c")
+	k.mu.Lock()
+	k.anchors = nil
+	k.mu.Unlock()
+	w.s.queue.add(item{volume: ref})
+	w.did("hold c", "let go c")
+}
+
+// Whoever has a node, or its agent's certificate, can say of every volume that it is ready there, and of every sandbox that it
+// is there. With that he must not come by a volume.
+func TestANodeThatSaysItHasAVolumeDoesNotGetIt(t *testing.T) {
+	w, k := holdWorld(t)
+	other := w.addAgent("n2", nil)
+	ref := claimed("c")
+	_, key := k.About(ref)
+	uid := w.running("a", func(sb *v1alpha1.Sandbox) { sb.Spec.DynamicVolumes = []v1alpha1.DynamicVolume{ofClaim("c", "/data")} })
+	w.rowIs("a", "/data", v1alpha1.VolumeMounted)
+	on := w.get("a").Status.Node
+	if on == "n2" {
+		other = w.agents["n1"]
+	}
+	w.agents[on].prepares(key, true)
+	k.mu.Lock()
+	k.anchors = map[VolumeRef][]string{ref: {on}}
+	k.mu.Unlock()
+	other.with(func() {
+		other.tell(&agentv1.InventoryUpdate{Node: other.node, Sandboxes: []*agentv1.SandboxState{{Uid: uid, Phase: stateRunning}}})
+	})
+	other.prepares(key, true)
+	w.eventually("both say so", func() bool { return len(w.s.registry.preparedOn(key)) == 2 })
+	w.eventually("the volume was looked at", func() bool {
+		w.s.queue.add(item{volume: ref})
+		k.mu.Lock()
+		defer k.mu.Unlock()
+		return slices.Equal(k.anchored[ref], []string{on})
+	})
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	if slices.Contains(k.made, other.node) {
+		t.Errorf("an anchor was made on %s, which no sandbox is on", other.node)
+	}
+}
+
 func TestNothingIsAttachedThatCannotBeHeld(t *testing.T) {
 	w, k := holdWorld(t)
 	w.running("a", nil)
@@ -216,6 +315,22 @@ func TestWhatIsPausedIsHeld(t *testing.T) {
 	w.did("hold c")
 	w.delete("a")
 	w.eventually("a is gone", func() bool { return w.get("a") == nil })
+	w.did("hold c", "let go c")
+}
+
+// What has ended for good keeps no claim: whoever deletes it need not wait for somebody to delete the sandbox, too.
+func TestWhatHasEndedIsNotHeld(t *testing.T) {
+	w, _ := holdWorld(t)
+	uid := w.running("a", func(sb *v1alpha1.Sandbox) {
+		sb.Spec.RestartPolicy = v1alpha1.RestartNever
+		sb.Spec.DynamicVolumes = []v1alpha1.DynamicVolume{ofClaim("c", "/data")}
+	})
+	w.rowIs("a", "/data", v1alpha1.VolumeMounted)
+	w.did("hold c")
+	w.agent().change(uid, func(s *agentv1.SandboxState) {
+		s.Phase, s.ExitCode, s.Volumes = stateStopped, proto.Int32(0), nil
+	})
+	w.phase("a", v1alpha1.SandboxSucceeded)
 	w.did("hold c", "let go c")
 }
 
@@ -358,4 +473,30 @@ func TestNothingIsLetGoBeforeEverySandboxWasLookedAt(t *testing.T) {
 	if s.settle(t.Context(), claimed("c")); k.IsHeld(claimed("c")) {
 		t.Error("still held, by nobody")
 	}
+}
+
+// TestExpectedVolumesAreHeldBeforeTheyAreAskedFor: so the attach finds them held; and who does not get them does not keep them.
+func TestExpectedVolumesAreHeldBeforeTheyAreAskedFor(t *testing.T) {
+	w, k := holdWorld(t)
+	w.running("a", nil)
+	w.running("b", nil)
+	k.late = func() int { return w.agent().count("attach /data") }
+	byVolume := v1alpha1.DynamicVolume{VolumeType: v1alpha1.VolumeTypePV, Source: "pv-c", Target: "/data"}
+	local := local("/local", "")
+	w.s.Expect(t.Context(), w.get("a"), []v1alpha1.DynamicVolume{byVolume, local})
+	w.s.Expect(t.Context(), w.get("b"), []v1alpha1.DynamicVolume{ofClaim("d", "/data")})
+	if got := k.did(); !slices.Equal(got, []string{"hold c after 0 attaches", "hold d after 0 attaches"}) {
+		t.Fatalf("the keeper was called: %v", got)
+	}
+	w.add("a", ofClaim("c", "/data"))
+	w.rowIs("a", "/data", v1alpha1.VolumeMounted)
+	w.s.Forgo(w.get("b"))
+	w.did("hold c after 0 attaches", "hold d after 0 attaches", "let go d")
+	// One that is gone keeps nothing either.
+	b := w.get("b")
+	w.s.Expect(t.Context(), b, []v1alpha1.DynamicVolume{ofClaim("d", "/data")})
+	w.delete("b")
+	w.did("hold c after 0 attaches", "hold d after 0 attaches", "let go d", "hold d after 1 attaches", "let go d")
+	w.s.Expect(t.Context(), b, []v1alpha1.DynamicVolume{ofClaim("d", "/data")})
+	w.did("hold c after 0 attaches", "hold d after 0 attaches", "let go d", "hold d after 1 attaches", "let go d")
 }

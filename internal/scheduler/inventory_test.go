@@ -1,8 +1,10 @@
 package scheduler
 
 import (
+	"strings"
 	"testing"
 
+	agentv1 "github.com/flux-sandbox/flux-sandbox/api/proto/agent/v1"
 	"github.com/flux-sandbox/flux-sandbox/api/sandbox/v1alpha1"
 )
 
@@ -43,4 +45,41 @@ func TestALabelLeavesTheStreamBe(t *testing.T) {
 			t.Errorf("%d streams were opened", len(f.streams))
 		}
 	})
+}
+
+// A volume that a node says is mounted and offline is Failed, with an Event, and stays: it is detached and attached when
+// somebody says so, and Mounted again when it is back.
+func TestAnOfflineVolume(t *testing.T) {
+	w := newWorld(t)
+	uid := w.running("a", nil)
+	w.add("a", local("/v", "r1"))
+	w.rowIs("a", "/v", v1alpha1.VolumeMounted)
+	offline := func(reason, message string) {
+		w.agent().change(uid, func(s *agentv1.SandboxState) {
+			for _, m := range s.GetVolumes() {
+				m.Reason, m.Message = reason, message
+			}
+		})
+	}
+	offline("VOLUME_OFFLINE", "the disk is gone")
+	w.rowIs("a", "/v", v1alpha1.VolumeFailed)
+	row := w.row("a", "/v")
+	if row.Reason != "VOLUME_OFFLINE" || !strings.Contains(row.Message, "the disk is gone") || !strings.Contains(row.Message, "detach") || row.NextRetryTime != nil {
+		t.Errorf("row %+v", row)
+	}
+	attaches := w.agent().count("attach")
+	w.change("a", func(sb *v1alpha1.Sandbox) { sb.Labels = map[string]string{"looked": "at"} })
+	offline("", "")
+	w.rowIs("a", "/v", v1alpha1.VolumeMounted)
+	if row := w.row("a", "/v"); row.Reason != "" || row.Message != "" {
+		t.Errorf("row %+v", row)
+	}
+	offline("VOLUME_OFFLINE", "the disk is gone again")
+	w.rowIs("a", "/v", v1alpha1.VolumeFailed)
+	w.remove("a", "/v", "r2", true)
+	w.noEntry("a", "/v")
+	w.noRow("a", "/v")
+	if n := w.agent().count("attach"); n != attaches {
+		t.Errorf("it was attached %d times more", n-attaches)
+	}
 }

@@ -10,14 +10,17 @@ import (
 
 	agentv1 "github.com/flux-sandbox/flux-sandbox/api/proto/agent/v1"
 	"github.com/flux-sandbox/flux-sandbox/api/sandbox/v1alpha1"
+	"github.com/flux-sandbox/flux-sandbox/internal/failpoint"
 	"github.com/flux-sandbox/flux-sandbox/internal/fault"
 )
 
 // release takes our finalizer off. The sandbox goes, unless somebody else holds it.
 func (p *pass) release(ctx context.Context) error {
-	return p.updateSpec(ctx, func(o *v1alpha1.Sandbox) error {
-		o.Finalizers = slices.DeleteFunc(o.Finalizers, func(f string) bool { return f == v1alpha1.FinalizerVolumes })
-		return nil
+	return failpoint.Step(finalizerSteps, "release", func() error {
+		return p.updateSpec(ctx, func(o *v1alpha1.Sandbox) error {
+			o.Finalizers = slices.DeleteFunc(o.Finalizers, func(f string) bool { return f == v1alpha1.FinalizerVolumes })
+			return nil
+		})
 	})
 }
 
@@ -82,6 +85,10 @@ func (p *pass) pausing() {
 
 func (p *pass) paused() {
 	st := &p.a.status
+	if p.sb.Status.Phase != v1alpha1.SandboxPaused { // not st, which a look at the Pod that is not there made Pending
+		p.log("paused")
+		p.event(p.sb, EventNormal, "Paused", "nothing of it runs; its claims and the volumes in its spec are kept")
+	}
 	st.Phase, st.Reason, st.Message = v1alpha1.SandboxPaused, "", ""
 	p.a.lifeErr, p.a.lifeRetry = nil, retry{}
 	p.atRest = true
@@ -94,6 +101,9 @@ func (p *pass) bringUp() {
 		p.a.endedSince = time.Time{}
 		p.running()
 		return
+	}
+	if st.Phase == v1alpha1.SandboxPaused {
+		st.Phase = v1alpha1.SandboxPending // it is resumed, and says from here on what keeps it
 	}
 	if p.stage == stageBringUp {
 		if p.late() {

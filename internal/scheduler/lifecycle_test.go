@@ -1,8 +1,10 @@
 package scheduler
 
 import (
+	"errors"
 	"slices"
 	"strings"
+	"sync"
 	"testing"
 	"time"
 
@@ -16,6 +18,7 @@ import (
 	agentv1 "github.com/flux-sandbox/flux-sandbox/api/proto/agent/v1"
 	"github.com/flux-sandbox/flux-sandbox/api/sandbox/v1alpha1"
 	"github.com/flux-sandbox/flux-sandbox/internal/fault"
+	"github.com/flux-sandbox/flux-sandbox/internal/store"
 )
 
 func TestBringUp(t *testing.T) {
@@ -227,10 +230,27 @@ func TestPauseAndResume(t *testing.T) {
 	if w.agent().phase(uid) != stateStopped {
 		t.Error("a paused sandbox was started")
 	}
+	w.paused("a")
 	w.change("a", func(sb *v1alpha1.Sandbox) { sb.Spec.Paused = false })
 	w.phase("a", v1alpha1.SandboxRunning)
 	if row := w.row("a", "/data"); row.Phase != v1alpha1.VolumeMounted || row.Attached != v1alpha1.AttachedBeforeStart {
 		t.Errorf("row %+v", row)
+	}
+}
+
+// paused fails unless one Event tells that a sandbox is paused, however often it was looked at.
+func (w *world) paused(name string) {
+	w.t.Helper()
+	w.events.mu.Lock()
+	defer w.events.mu.Unlock()
+	n := 0
+	for _, e := range w.events.seen {
+		if e == name+" Normal Paused" {
+			n++
+		}
+	}
+	if n != 1 {
+		w.t.Errorf("%d Events of the pause: %v", n, w.events.seen)
 	}
 }
 
@@ -348,6 +368,40 @@ func TestRestartOfTheSchedulerAfterPlacement(t *testing.T) {
 	w.phase("a", v1alpha1.SandboxRunning)
 	if w.get("a").Status.Node != node || len(w.agents["n1"].has())+len(w.agents["n2"].has()) != 1 {
 		t.Error("it was made twice")
+	}
+}
+
+// A node that comes into the status by a write that was given up, ours or that of a leader before us, is the sandbox's: there may
+// be something of it. Another is not chosen, nor is that one fought over for ever.
+func TestANodeOfAnOpenWriteIsTheSandboxs(t *testing.T) {
+	w := newWorld(t)
+	w.addAgent("n2", nil)
+	w.eventually("both agents", func() bool { return w.s.registry.agent("n2").connected })
+	var once sync.Once
+	hook := func(write string) (err error) {
+		if write == "status" {
+			once.Do(func() {
+				err = errTransient
+				// The second has the scheduler be done with the first when it is heard of.
+				for _, message := range []string{"one", "two"} {
+					_, failed := w.store.Store.Sandboxes().UpdateStatus(t.Context(), store.Key{Namespace: "default", Name: "a"}, store.Preconditions{}, func(sb *v1alpha1.Sandbox) error {
+						sb.Status.Node, sb.Status.Message = "n2", message
+						return nil
+					})
+					err = errors.Join(err, failed)
+					w.eventually("the write is heard of", func() bool {
+						return w.s.cache.get(store.Key{Namespace: "default", Name: "a"}).Status.Message == message
+					})
+				}
+			})
+		}
+		return err
+	}
+	w.store.hook.Store(&hook)
+	w.create("a", nil)
+	w.phase("a", v1alpha1.SandboxRunning)
+	if got := w.get("a").Status.Node; got != "n2" || w.agents["n1"].total() != 0 {
+		t.Errorf("it runs on %s, and n1 was called %d times", got, w.agents["n1"].total())
 	}
 }
 

@@ -26,6 +26,8 @@ func (s *Scheduler) collect(ctx context.Context, it item) {
 	switch {
 	case err == nil && (sb.Status.Node == "" || sb.Status.Node == it.node):
 		return
+	case err == nil && s.registry.isPlacedOn(it.uid, it.node):
+		return // we have it there: that the store says otherwise is somebody else's doing, and does not last
 	case err == nil && podBacked(sb):
 		return // the agent forgets what it has of a Pod that is gone; deleted, the sandbox could not come back to the node
 	case err == nil:

@@ -7,6 +7,7 @@ import (
 	"github.com/containerd/errdefs"
 
 	"github.com/flux-sandbox/flux-sandbox/api/sandbox/v1alpha1"
+	"github.com/flux-sandbox/flux-sandbox/internal/failpoint"
 	"github.com/flux-sandbox/flux-sandbox/internal/fault"
 )
 
@@ -104,7 +105,7 @@ func (p *pass) locate(q *PlacementRequest) error {
 		at, err := p.Resolver.Locate(wish(p.sb, e, p.set.topology))
 		switch {
 		case err == nil:
-		case isPermanent(err), e.OnFailure == v1alpha1.OnFailureRemove, closed && e.kind == v1alpha1.VolumeKindDynamic:
+		case isPermanent(err), p.a.volumes[e.Target].removable(e), closed && e.kind == v1alpha1.VolumeKindDynamic:
 			continue
 		default:
 			return err
@@ -129,16 +130,21 @@ func (p *pass) notPlaced(err error) {
 	p.condition(v1alpha1.ConditionScheduled, false, st.Reason, st.Message)
 }
 
+// The writes that begin and end our part in a sandbox have a step before and after them.
+var finalizerSteps = failpoint.Steps("finalizer", []string{"protect", "release"})
+
 // protect puts our finalizer on the sandbox, so that it cannot go while a node has something of it.
 func (p *pass) protect(ctx context.Context) error {
 	if slices.Contains(p.sb.Finalizers, v1alpha1.FinalizerVolumes) {
 		return nil
 	}
-	return p.updateSpec(ctx, func(o *v1alpha1.Sandbox) error {
-		if !slices.Contains(o.Finalizers, v1alpha1.FinalizerVolumes) {
-			o.Finalizers = append(o.Finalizers, v1alpha1.FinalizerVolumes)
-		}
-		return nil
+	return failpoint.Step(finalizerSteps, "protect", func() error {
+		return p.updateSpec(ctx, func(o *v1alpha1.Sandbox) error {
+			if !slices.Contains(o.Finalizers, v1alpha1.FinalizerVolumes) {
+				o.Finalizers = append(o.Finalizers, v1alpha1.FinalizerVolumes)
+			}
+			return nil
+		})
 	})
 }
 

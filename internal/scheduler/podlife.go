@@ -3,11 +3,14 @@ package scheduler
 import (
 	"cmp"
 	"context"
+	"fmt"
 	"slices"
 	"time"
 
 	"github.com/containerd/errdefs"
 	corev1 "k8s.io/api/core/v1"
+	"k8s.io/apimachinery/pkg/api/meta"
+	"k8s.io/apimachinery/pkg/types"
 
 	agentv1 "github.com/flux-sandbox/flux-sandbox/api/proto/agent/v1"
 	"github.com/flux-sandbox/flux-sandbox/api/sandbox/v1alpha1"
@@ -19,6 +22,12 @@ const podTimeout = time.Minute
 
 // reasonPodTerminating is the reason of a sandbox whose Pod is being deleted, though nobody asked us for that.
 const reasonPodTerminating = "PodTerminating"
+
+// reasonPodBackOff is the reason of a sandbox whose Pod is made again later, as it was lost several times.
+const reasonPodBackOff = "PodBackOff"
+
+// steadyAfter is how long a Pod has to run for its end not to count with those before it, as for kubelet's containers.
+const steadyAfter = 10 * time.Minute
 
 // podLifecycle is lifecycle for a sandbox that is a Pod. Kubernetes places it, starts it and restarts its containers;
 // node, stage and phase are read off the Pod. What is ordered is the Pod itself, if it is the sandbox's own.
@@ -37,6 +46,7 @@ func (p *pass) podLifecycle(ctx context.Context) error {
 	}
 	pod, err := p.Pods.Get(p.sb)
 	if err != nil {
+		p.unseen = true
 		return nil
 	}
 	if p.sb.Spec.PodRef != nil {
@@ -52,7 +62,10 @@ func (p *pass) podLifecycle(ctx context.Context) error {
 	if err := p.protect(ctx); err != nil {
 		return err
 	}
+	p.notePod(pod)
 	p.seePod(pod)
+	p.seeClaims()
+	p.seeUpdate()
 	if p.sb.Spec.Template != nil {
 		p.orderPod(pod)
 	}
@@ -116,8 +129,20 @@ func (p *pass) podIsOver() {
 func (p *pass) seePod(pod *Pod) {
 	st := &p.a.status
 	p.pod = pod
-	if (pod == nil) == (p.a.done == verbDeletePod) {
-		p.a.done = "" // it is seen
+	switch p.a.done {
+	case verbEnsureClaims: // of which the Pod tells nothing
+	case verbUpdatePod:
+		if pod == nil || !pod.Outdated {
+			p.a.done = ""
+		}
+	case verbDeletePod, verbKillPod:
+		if pod == nil {
+			p.a.done = "" // it is seen
+		}
+	default:
+		if pod != nil {
+			p.a.done = ""
+		}
 	}
 	node := ""
 	if pod != nil {
@@ -226,6 +251,9 @@ func (p *pass) showPod() {
 		p.endPod(phase, cmp.Or(pod.Reason, reason), pod.Message)
 		p.podIsOver()
 		return
+	case p.onDeadNode(pod):
+		st.Phase, st.Reason, st.Message = v1alpha1.SandboxLost, string(fault.NodeDead), "node "+pod.Node+" does not run any more; the Pod is made again elsewhere"
+		return
 	case pod.Phase == corev1.PodRunning:
 		if st.Phase != v1alpha1.SandboxRunning {
 			p.log("running", "node", st.Node, "pod", pod.UID)
@@ -236,6 +264,10 @@ func (p *pass) showPod() {
 		st.Reason, st.Message = cmp.Or(pod.Reason, "PodUnknown"), pod.Message
 	default:
 		st.Phase, st.Reason, st.Message = v1alpha1.SandboxPending, pod.Reason, pod.Message
+		// The scheduler of Kubernetes names no claim, nor what a claim lacks.
+		if c := meta.FindStatusCondition(st.Conditions, v1alpha1.ConditionVolumeClaimsBound); pod.Reason == corev1.PodReasonUnschedulable && c != nil && c.Reason == ReasonClaimPending {
+			st.Message += "; " + c.Message
+		}
 	}
 	switch err := p.a.lifeErr; {
 	case err != nil:
@@ -274,16 +306,58 @@ func (p *pass) endPod(phase v1alpha1.SandboxPhase, reason, message string) {
 }
 
 // isRebuilt says whether the Pod is made again after it ended: it is ours, and its restart policy says that it never
-// ends; so somebody, as kubelet when it evicts, has ended it.
+// ends, or its conditions that it did not end by itself; so somebody, as kubelet when it evicts, has ended it.
 func (p *pass) isRebuilt() bool {
 	t := p.sb.Spec.Template
-	return t != nil && p.pod.Phase == corev1.PodFailed && (t.Spec.RestartPolicy == "" || t.Spec.RestartPolicy == corev1.RestartPolicyAlways)
+	return t != nil && p.pod.Phase == corev1.PodFailed && (p.pod.Disrupted || t.Spec.RestartPolicy == "" || t.Spec.RestartPolicy == corev1.RestartPolicyAlways)
+}
+
+// notePod notes that the sandbox's own Pod is gone although nobody here had it deleted. It is made again at once when that
+// happens once, and later and later when it goes on.
+func (p *pass) notePod(pod *Pod) {
+	a, st := p.a, &p.a.status
+	switch {
+	case p.sb.Spec.Template == nil:
+	case pod != nil:
+		if a.pod != pod.UID {
+			a.pod, a.ranSince = pod.UID, time.Time{}
+		}
+		if pod.Running && a.ranSince.IsZero() {
+			a.ranSince = p.now
+		}
+	case a.pod == "" && st.Phase != v1alpha1.SandboxRunning: // there was none
+	default:
+		was := a.pod
+		a.pod = ""
+		if p.sb.Spec.Paused || was != "" && was == a.counted {
+			return
+		}
+		p.lostPod(was)
+		a.rebuild.due = p.now
+		if n := a.rebuild.attempts; n > 1 {
+			a.rebuild.due = p.now.Add(retryDelay(n - 1))
+		}
+		p.log("lost its Pod", "pod", was, "attempts", a.rebuild.attempts)
+		p.event(p.sb, EventWarning, "PodLost", "Pod "+p.sb.Name+" is gone; it is made again, with the same claims and volumes")
+	}
+}
+
+// lostPod counts a Pod that was lost. One that had run for long enough is the first again.
+func (p *pass) lostPod(uid types.UID) {
+	a := p.a
+	if !a.ranSince.IsZero() && !p.now.Before(a.ranSince.Add(steadyAfter)) {
+		a.rebuild = retry{}
+	}
+	a.counted, a.ranSince = uid, time.Time{}
+	a.rebuild.failed(p.now)
 }
 
 // orderPod makes the sandbox's own Pod, or has it go.
 func (p *pass) orderPod(pod *Pod) {
 	a := p.a
 	switch {
+	case pod != nil && !isOver(a.status.Phase) && p.onDeadNode(pod):
+		p.killPod(pod)
 	case p.sb.Spec.Paused && pod == nil:
 		if a.life == nil {
 			p.paused()
@@ -296,22 +370,62 @@ func (p *pass) orderPod(pod *Pod) {
 	case pod == nil:
 		if p.now.Before(a.rebuild.due) {
 			p.lookAt(a.rebuild.due)
+			a.status.Reason, a.status.Message = reasonPodBackOff, fmt.Sprintf("the Pod was lost %d times in a row; it is made again after a while", a.rebuild.attempts)
 			return
 		}
-		sb := p.sb
-		p.orderOfPod(verbCreatePod, func(ctx context.Context) error { return p.Pods.Create(ctx, sb) })
+		sb, claims := p.sb, p.ensureClaims(p.sb)
+		p.orderOfPod(verbCreatePod, func(ctx context.Context) error {
+			if err := claims(ctx); err != nil {
+				return err
+			}
+			return p.Pods.Create(ctx, sb)
+		})
 	case podEnded(pod.Phase) && !isOver(a.status.Phase):
-		if !pod.Deleting && a.life == nil && !p.now.Before(a.rebuild.due) {
-			a.rebuild.failed(p.now)
+		if !pod.Deleting && a.counted != pod.UID {
+			p.lostPod(pod.UID)
 			p.event(p.sb, EventWarning, cmp.Or(pod.Reason, "PodFailed"), cmp.Or(pod.Message, "the Pod failed")+"; it is made again")
 		}
 		p.deletePod(pod)
+	case p.orderClaims(pod):
+	case pod.Outdated && !pod.Deleting && !podEnded(pod.Phase):
+		sb := p.sb
+		p.orderOfPod(verbUpdatePod, func(ctx context.Context) error { return p.Pods.Update(ctx, sb, pod.UID) })
 	case pod.Running:
-		if !p.now.Before(a.rebuild.due) {
-			a.rebuild = retry{}
-		}
 		a.lifeErr, a.lifeRetry = nil, retry{}
 	}
+}
+
+// seeUpdate makes the status say whether the Pod has what the template was changed to.
+func (p *pass) seeUpdate() {
+	pod, told := p.pod, meta.FindStatusCondition(p.a.status.Conditions, v1alpha1.ConditionUpdated) != nil
+	switch {
+	case p.sb.Spec.Template == nil, pod == nil && !told, pod != nil && !told && !pod.Outdated && !pod.Updated:
+	case pod == nil:
+		p.condition(v1alpha1.ConditionUpdated, false, "NoPod", "the next Pod has it")
+	case pod.Outdated && p.a.lifeErr != nil:
+		p.condition(v1alpha1.ConditionUpdated, false, string(fault.ReasonOf(p.a.lifeErr)), p.a.lifeErr.Error())
+	case pod.Outdated:
+		p.condition(v1alpha1.ConditionUpdated, false, "Outdated", "the Pod does not have what the template was changed to yet")
+	case pod.Updating != "":
+		p.condition(v1alpha1.ConditionUpdated, false, pod.Updating, cmp.Or(pod.UpdatingMessage, "kubelet has not carried it out yet"))
+	default:
+		p.condition(v1alpha1.ConditionUpdated, true, "Updated", "the Pod runs with what the template says")
+	}
+}
+
+// onDeadNode says whether the Pod's node is known not to run any more.
+func (p *pass) onDeadNode(pod *Pod) bool {
+	return p.sb.Spec.Template != nil && pod.Node != "" && p.Agents.Dead(pod.Node)
+}
+
+// killPod takes away a Pod that nobody is left to let end.
+func (p *pass) killPod(pod *Pod) {
+	if a := p.a; a.counted != pod.UID {
+		p.lostPod(pod.UID)
+		a.rebuild.due = p.now
+	}
+	sb := p.sb
+	p.orderOfPod(verbKillPod, func(ctx context.Context) error { return p.Pods.Kill(ctx, sb, pod.UID) })
 }
 
 func (p *pass) deletePod(pod *Pod) {
@@ -371,7 +485,11 @@ func (p *pass) deletingPod(ctx context.Context) error {
 		st.Node = p.registry.nodeOf(a.uid)
 	}
 	p.loadNode()
-	if pod != nil && p.sb.Spec.Template != nil {
+	switch {
+	case pod != nil && p.onDeadNode(pod):
+		p.killPod(pod)
+		return nil
+	case pod != nil && p.sb.Spec.Template != nil:
 		p.deletePod(pod)
 		return nil
 	}

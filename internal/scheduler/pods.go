@@ -23,6 +23,12 @@ type Pod struct {
 	Reason, Message string
 	// Deleting: it has a deletionTimestamp.
 	Deleting bool
+	// Disrupted: it ended, or is to end, for no reason of its own, as by an eviction (condition DisruptionTarget).
+	Disrupted bool
+	// Outdated: images, CPU or memory of the template were changed after it got what it has. Updated: they were once, and it
+	// is not outdated. Updating is why its containers do not run with that yet, a word in CamelCase; empty when they do.
+	Outdated, Updated         bool
+	Updating, UpdatingMessage string
 	// Container is the one that gets the volumes; empty when the one that was named is not in the Pod.
 	Container string
 	// Running: that container runs.
@@ -51,6 +57,12 @@ type Pods interface {
 	Create(ctx context.Context, sb *v1alpha1.Sandbox) error
 	// Delete deletes the Pod of that UID. That it is gone is success. Nothing is deleted that the sandbox does not own.
 	Delete(ctx context.Context, sb *v1alpha1.Sandbox, uid types.UID) error
+	// Kill is Delete for a Pod whose node is known not to run any more: nobody is left there to let it end in its time. What is
+	// known may be old, so the API server is asked about the node first: ErrUnavailable when that one runs after all.
+	Kill(ctx context.Context, sb *v1alpha1.Sandbox, uid types.UID) error
+	// Update gives the Pod of that UID the images, CPU and memory of the template, in place. It is idempotent. That the Pod is
+	// gone is success. Errors: ErrFailedPrecondition, reason POD_REFUSED, when the API server does not take them.
+	Update(ctx context.Context, sb *v1alpha1.Sandbox, uid types.UID) error
 	// Forget says that nobody asks about a sandbox any more.
 	Forget(uid types.UID)
 }

@@ -2,14 +2,17 @@ package scheduler
 
 import (
 	"slices"
+	"strings"
 	"testing"
 	"time"
 
 	"github.com/containerd/errdefs"
 	corev1 "k8s.io/api/core/v1"
 	"k8s.io/apimachinery/pkg/api/meta"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
 
+	agentsv1alpha1 "github.com/flux-sandbox/flux-sandbox/api/agents/v1alpha1"
 	agentv1 "github.com/flux-sandbox/flux-sandbox/api/proto/agent/v1"
 	"github.com/flux-sandbox/flux-sandbox/api/sandbox/v1alpha1"
 	"github.com/flux-sandbox/flux-sandbox/internal/fault"
@@ -18,7 +21,7 @@ import (
 // podWorld is a world with Pods.
 func podWorld(t *testing.T) *world {
 	w := emptyWorld(t)
-	w.pods = newFakePods()
+	w.pods, w.claims = newFakePods(), newFakeClaims()
 	w.group("default", nil)
 	w.addAgent("n1", nil)
 	w.start()
@@ -350,6 +353,7 @@ func TestPauseDeletesThePodAndResumeRebuildsIt(t *testing.T) {
 	if creates, deletes := w.pods.count(); creates != 1 || deletes != 1 {
 		t.Errorf("%d creates, %d deletes", creates, deletes)
 	}
+	w.paused("a")
 	w.change("a", func(sb *v1alpha1.Sandbox) { sb.Spec.Paused = false })
 	w.pod("a", first)
 	w.schedule("a", "n1")
@@ -657,11 +661,121 @@ func TestWithoutKubernetesThereAreNoPods(t *testing.T) {
 	w.eventually("gone", func() bool { return w.get("a") == nil })
 }
 
+// A template whose images or resources were changed: the Pod that runs gets them, and the status says when it runs with them.
+// A sandbox of a SandboxSet brings its gate along: the runtime csi, or none, whatever its group says.
+func TestASandboxOfASetHasTheSetsGate(t *testing.T) {
+	w := podWorld(t)
+	w.gate(false)
+	ofSet := func(name string, runtimes ...string) {
+		t.Helper()
+		w.create(name, func(sb *v1alpha1.Sandbox) {
+			owned(sb)
+			sb.Labels = map[string]string{agentsv1alpha1.LabelSandboxSet: "pool"}
+			sb.Spec.Runtimes = runtimes
+			sb.Spec.DynamicVolumes = []v1alpha1.DynamicVolume{local("/data", "")}
+		})
+		w.podRunning(name)
+	}
+	ofSet("with", v1alpha1.RuntimeCSI)
+	w.rowIs("with", "/data", v1alpha1.VolumeMounted)
+	w.gate(true)
+	ofSet("without")
+	if row := w.rowIs("without", "/data", v1alpha1.VolumeFailed); row.Reason != string(fault.FeatureDisabled) || !strings.Contains(row.Message, "SandboxSet default/pool: add the runtime csi") {
+		t.Errorf("row %+v", row)
+	}
+}
+
+func TestAPodIsUpdatedInPlace(t *testing.T) {
+	w := podWorld(t)
+	w.create("a", func(sb *v1alpha1.Sandbox) {
+		owned(sb)
+		sb.Spec.DynamicVolumes = []v1alpha1.DynamicVolume{local("/data", "")}
+	})
+	w.podRunning("a")
+	w.rowIs("a", "/data", v1alpha1.VolumeMounted)
+	updated := func(reason string) {
+		t.Helper()
+		w.eventually("Updated is "+reason, func() bool {
+			c := meta.FindStatusCondition(w.get("a").Status.Conditions, v1alpha1.ConditionUpdated)
+			return c != nil && c.Reason == reason && (c.Status == metav1.ConditionTrue) == (reason == "Updated")
+		})
+	}
+	if c := meta.FindStatusCondition(w.get("a").Status.Conditions, v1alpha1.ConditionUpdated); c != nil {
+		t.Errorf("condition %+v of a template that was not changed", c)
+	}
+	w.pods.mu.Lock()
+	w.pods.refuse = fault.New(errdefs.ErrFailedPrecondition, fault.PodRefused, "no such QoS")
+	w.pods.mu.Unlock()
+	w.pods.change("a", func(p *Pod) { p.Outdated = true })
+	updated(string(fault.PodRefused))
+	w.look("a")
+	if w.pods.updates != 1 {
+		t.Errorf("%d tries at once", w.pods.updates)
+	}
+	w.pods.mu.Lock()
+	w.pods.refuse = nil
+	w.pods.mu.Unlock()
+	w.within(firstRetry, "updated", func() bool { return w.pods.get("a").Updated })
+	updated("Restarting")
+	w.happened("a Normal PodUpdated")
+	// Its container is restarted: the agent brings the volume back by itself.
+	uid := string(w.pods.get("a").UID)
+	w.agent().podRuns(uid, false)
+	w.eventually("waits", func() bool { return w.row("a", "/data").Reason == ReasonWaitingForContainer })
+	w.agent().podRuns(uid, true)
+	w.pods.change("a", func(p *Pod) { p.Updating, p.ContainerID, p.Restarts = "", "c-2", 1 })
+	updated("Updated")
+	if row := w.rowIs("a", "/data", v1alpha1.VolumeMounted); row.Attached != v1alpha1.AttachedBeforeStart {
+		t.Errorf("row %+v", row)
+	}
+	if creates, deletes := w.pods.count(); creates != 1 || deletes != 0 || w.pods.updates != 2 {
+		t.Errorf("%d creates, %d deletes, %d updates", creates, deletes, w.pods.updates)
+	}
+	if st := w.get("a").Status; st.Reason != "" || !meta.IsStatusConditionTrue(st.Conditions, v1alpha1.ConditionReady) {
+		t.Errorf("status %+v", st)
+	}
+}
+
+// A new leader that has not read the Pods yet does not say of a template that was changed meanwhile that it has seen it: a claim
+// would take that for an update in place that is done.
+func TestAGenerationIsNotObservedWithoutItsPod(t *testing.T) {
+	w := podWorld(t)
+	w.create("a", owned)
+	w.podRunning("a")
+	observed := func() bool { return w.get("a").Status.ObservedGeneration == w.get("a").Generation }
+	w.eventually("it is ready", func() bool {
+		return observed() && meta.IsStatusConditionTrue(w.get("a").Status.Conditions, v1alpha1.ConditionReady)
+	})
+	w.halt()
+	w.change("a", func(sb *v1alpha1.Sandbox) { sb.Spec.Template.Spec.Containers[0].Image = "busybox:2" })
+	w.pods.mu.Lock()
+	w.pods.unknown = true
+	w.pods.mu.Unlock()
+	w.start()
+	w.look("a")
+	if observed() {
+		t.Errorf("status %+v of a Pod that nobody has looked at", w.get("a").Status)
+	}
+	w.pods.mu.Lock()
+	w.pods.unknown = false
+	w.pods.pods["a"].Outdated = true
+	w.pods.told("a")
+	w.pods.mu.Unlock()
+	w.eventually("the update is told of", func() bool {
+		return observed() && meta.FindStatusCondition(w.get("a").Status.Conditions, v1alpha1.ConditionUpdated) != nil
+	})
+}
+
 func TestAPodThatTheAPIServerRefuses(t *testing.T) {
 	w := podWorld(t)
-	w.pods.refuse = fault.New(errdefs.ErrFailedPrecondition, fault.PodRefused, "exceeded quota")
+	// It quotes what it refuses, and takes no condition with more than 32 KiB.
+	w.pods.refuse = fault.New(errdefs.ErrFailedPrecondition, fault.PodRefused, "%s is not valid", strings.Repeat("x", 40<<10))
 	w.create("a", owned)
 	w.eventually("says why", func() bool { return w.get("a").Status.Reason == string(fault.PodRefused) })
+	st := w.get("a").Status
+	if c := meta.FindStatusCondition(st.Conditions, v1alpha1.ConditionReady); len(st.Message) > 4<<10 || !strings.HasSuffix(st.Message, " is not valid") || c == nil || len(c.Message) > 4<<10 {
+		t.Errorf("%d bytes: %s; condition %+v", len(st.Message), st.Message, c)
+	}
 	w.pods.mu.Lock()
 	w.pods.refuse = nil
 	w.pods.mu.Unlock()

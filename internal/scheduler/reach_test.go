@@ -67,8 +67,10 @@ func TestPlacementByReach(t *testing.T) {
 // disks are volumes that one node each can use; one without a node is not bound.
 type disks struct {
 	changes chan VolumeRef
-	mu      sync.Mutex // guards at
+	mu      sync.Mutex // guards the fields below
 	at      map[string]string
+	// unusable counts what was of no use on its node.
+	unusable int
 }
 
 func (d *disks) put(disk, node string) {
@@ -116,6 +118,10 @@ func (d *disks) Resolve(_ context.Context, w Wish, _ string) (*ResolvedVolume, e
 	at.Domains = nil
 	return &ResolvedVolume{Location: at, PVName: "pv-" + w.Volume.Source, Path: v1alpha1.VolumePathLocal, SetSource: func(r *agentv1.AttachRequest) {
 		r.Source = &agentv1.AttachRequest_Local{Local: &agentv1.LocalSource{Path: "/mnt/" + w.Volume.Source, PersistentVolume: "pv-" + w.Volume.Source}}
+	}, Unusable: func(context.Context) {
+		d.mu.Lock()
+		defer d.mu.Unlock()
+		d.unusable++
 	}}, err
 }
 
@@ -207,5 +213,34 @@ func TestARefusedVolumeDoesNotKeepASandboxFromANode(t *testing.T) {
 	w.running("off", func(sb *v1alpha1.Sandbox) { sb.Spec.DynamicVolumes = []v1alpha1.DynamicVolume{disk("late", "/late")} })
 	if row := w.row("off", "/late"); row.Reason != string(fault.FeatureDisabled) {
 		t.Errorf("row %+v", row)
+	}
+}
+
+// What the agent finds to be no good on the node is got anew for the next try.
+func TestAVolumeThatIsUnusableOnItsNode(t *testing.T) {
+	w, d := diskWorld(t)
+	d.put("near", "n2")
+	w.running("a", func(sb *v1alpha1.Sandbox) { sb.Spec.DynamicVolumes = []v1alpha1.DynamicVolume{disk("near", "/first")} })
+	unusable := func() int {
+		d.mu.Lock()
+		defer d.mu.Unlock()
+		return d.unusable
+	}
+	f := w.agents["n2"]
+	for i, c := range []struct {
+		reason fault.Reason
+		calls  int
+	}{{fault.AnchorLost, 1}, {fault.AnchorPending, 1}, {fault.VolumeOffline, 2}, {fault.DriverFailed, 3}} {
+		target := fmt.Sprint("/t", i)
+		f.with(func() {
+			f.faults["attach "+target] = []error{fault.ToGRPC(fault.New(errdefs.ErrUnavailable, c.reason, "it is no good"))}
+		})
+		w.add("a", disk("near", target))
+		w.rowIs("a", target, v1alpha1.VolumeFailed)
+		if n := unusable(); n != c.calls {
+			t.Errorf("%s: told %d times, want %d", c.reason, n, c.calls)
+		}
+		w.clock.Step(firstRetry)
+		w.rowIs("a", target, v1alpha1.VolumeMounted)
 	}
 }

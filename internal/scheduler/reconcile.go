@@ -52,7 +52,11 @@ type pass struct {
 	agent   agentView
 	state   *agentv1.SandboxState
 	// pod is the Pod of a pod-backed sandbox, nil when there is none.
-	pod      *Pod
+	pod *Pod
+	// unseen: nothing is known yet of its Pods, so that the status says nothing about this generation.
+	unseen bool
+	// claims are those of its volumeClaimTemplates, as far as they are known.
+	claims   []Claim
 	stage    stage
 	workload workload
 	// unreachable: the agent is away for longer than it may be. away is why.
@@ -98,6 +102,7 @@ func (s *Scheduler) reconcile(ctx context.Context, key store.Key) {
 }
 
 func (p *pass) run(ctx context.Context) error {
+	p.seeForeign()
 	p.load()
 	for _, r := range p.a.takeInbox() {
 		p.absorb(r)
@@ -124,7 +129,7 @@ func (p *pass) run(ctx context.Context) error {
 	if err := p.editSpec(ctx, true); err != nil {
 		return err
 	}
-	if p.finalize {
+	if p.finalize && p.releaseClaims() {
 		return p.release(ctx)
 	}
 	return nil

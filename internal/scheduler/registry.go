@@ -362,6 +362,22 @@ func (r *InMemoryRegistry) nodeOf(uid types.UID) string {
 	return r.located[uid]
 }
 
+// isPlacedOn says whether a sandbox is to be on a node.
+func (r *InMemoryRegistry) isPlacedOn(uid types.UID, node string) bool {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	p := r.sandboxes[uid]
+	return p != nil && p.node == node
+}
+
+// mayBeOn says whether a sandbox is on a node, or may be, as nothing tells where it is.
+func (r *InMemoryRegistry) mayBeOn(uid types.UID, node string) bool {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	located, placed := r.located[uid], r.sandboxes[uid]
+	return located == node || placed != nil && placed.node == node || located == "" && placed == nil
+}
+
 // place notes that a sandbox is on a node: it was decided now, or the store says so.
 func (r *InMemoryRegistry) place(uid types.UID, p placement) {
 	r.mu.Lock()

@@ -75,6 +75,16 @@ type Wish struct {
 	Volume  *v1alpha1.DynamicVolume
 	// TopologyKey is the node label that names topology domains in the sandbox's group.
 	TopologyKey string
+	// Waits is told by Resolve what it begins to wait for, as the error that it would be if it waited no more: what takes long
+	// is shown with its reason. Nil where nobody asks.
+	Waits func(why error)
+}
+
+// Wait tells what is waited for.
+func (w Wish) Wait(why error) {
+	if w.Waits != nil {
+		w.Waits(why)
+	}
 }
 
 // Location is where a volume is.
@@ -116,6 +126,9 @@ type ResolvedVolume struct {
 	PathReason      string
 	// SetSource puts the source into the agent's request.
 	SetSource func(*agentv1.AttachRequest)
+	// Unusable is told that the agent found nothing where the volume was to be, so that the next Resolve gets it anew; nil where
+	// there is nothing to get.
+	Unusable func(ctx context.Context)
 }
 
 // topologyResult is how a volume's domains compare with that of its sandbox.

@@ -25,6 +25,9 @@ const (
 	restartGrace = 2 * time.Second
 	// slowAfter is when an operation in flight is shown in status (a write that the usual path saves).
 	slowAfter = 250 * time.Millisecond
+	// gatherFor is the longest that rows of a status wait for those of volumes whose attach is in flight: longer than a write
+	// to an API server and the attach take together, and shorter than anybody notices.
+	gatherFor = 50 * time.Millisecond
 	// keepFailed is how long the row of an entry with onFailure Remove stays (contracts, "Volume entry").
 	keepFailed = 5 * time.Minute
 	// confirmAfter is how long the inventory may take to list a mount that an answer speaks of.
@@ -76,6 +79,8 @@ type Config struct {
 	Keeper Keeper
 	// Pods are the Pods of pod-backed sandboxes; nil where there are none.
 	Pods Pods
+	// Claims are the claims of their volumeClaimTemplates; nil where there are none.
+	Claims Claims
 	// Workers is how many sandboxes are reconciled at a time; 8 when zero. Commands to agents run beside.
 	Workers int
 }
@@ -195,6 +200,14 @@ func (s *Scheduler) Run(ctx context.Context) error {
 	if s.Pods != nil {
 		g.Go(func() error {
 			for key := range s.Pods.Follow(ctx) {
+				s.queue.add(item{key: key})
+			}
+			return nil
+		})
+	}
+	if s.Claims != nil {
+		g.Go(func() error {
+			for key := range s.Claims.Follow(ctx) {
 				s.queue.add(item{key: key})
 			}
 			return nil

@@ -5,10 +5,12 @@ import (
 	"fmt"
 	"slices"
 	"strings"
+	"time"
 
 	"k8s.io/apimachinery/pkg/api/equality"
 	"k8s.io/apimachinery/pkg/api/meta"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/util/resourceversion"
 
 	"github.com/flux-sandbox/flux-sandbox/api/sandbox/v1alpha1"
 	"github.com/flux-sandbox/flux-sandbox/internal/fault"
@@ -112,7 +114,7 @@ func (p *pass) compose() {
 	default:
 		p.condition(v1alpha1.ConditionReady, false, string(st.Phase), "")
 	}
-	if !p.busy() {
+	if !p.busy() && !p.unseen {
 		st.ObservedGeneration = p.sb.Generation
 	}
 	p.countVolumes()
@@ -221,6 +223,33 @@ func (p *pass) held() bool {
 	return true
 }
 
+// gathers says whether the status need not be written yet as more rows are about to come: attaches are in flight, which
+// were mostly begun together, and nothing that it says is urgent. So volumes that are asked for together cost one write.
+func (p *pass) gathers() bool {
+	if !p.attaching() || p.decides() {
+		return false
+	}
+	if p.a.behind.IsZero() {
+		p.a.behind = p.now
+	}
+	due := p.a.behind.Add(gatherFor)
+	if !p.now.Before(due) {
+		return false
+	}
+	p.lookAt(due)
+	return true
+}
+
+// attaching says whether an attach is in flight that is not slow.
+func (p *pass) attaching() bool {
+	for _, v := range p.a.volumes {
+		if v.op != nil && v.op.verb == verbAttach && p.now.Before(v.op.started.Add(slowAfter)) {
+			return true
+		}
+	}
+	return false
+}
+
 func (p *pass) condition(kind string, is bool, reason, message string) {
 	status := metav1.ConditionFalse
 	if is {
@@ -230,14 +259,19 @@ func (p *pass) condition(kind string, is bool, reason, message string) {
 		reason = string(v1alpha1.SandboxPending) // the API server takes no condition without a reason
 	}
 	meta.SetStatusCondition(&p.a.status.Conditions, metav1.Condition{
-		Type: kind, Status: status, Reason: reason, Message: message, LastTransitionTime: seconds(p.now), ObservedGeneration: 0,
+		Type: kind, Status: status, Reason: reason, Message: fault.Text(message), LastTransitionTime: seconds(p.now), ObservedGeneration: 0,
 	})
 }
 
 // writeStatus writes the status if it differs from what is in the store. check may refuse.
 func (p *pass) writeStatus(ctx context.Context, check func(*v1alpha1.Sandbox) error) error {
 	a := p.a
-	if equality.Semantic.DeepEqual(&a.status, &a.written) || check == nil && p.held() {
+	a.status.Message = fault.Text(a.status.Message)
+	if equality.Semantic.DeepEqual(&a.status, &a.written) {
+		a.behind = time.Time{}
+		return nil
+	}
+	if check == nil && (p.held() || p.gathers()) {
 		return nil
 	}
 	sandboxes := p.Store.Sandboxes()
@@ -265,9 +299,35 @@ func (p *pass) writeStatus(ctx context.Context, check func(*v1alpha1.Sandbox) er
 	if err != nil {
 		return err
 	}
-	a.written = *a.status.DeepCopy()
+	a.written, a.behind = *a.status.DeepCopy(), time.Time{}
+	a.stored, a.version = o.Status, o.ResourceVersion
 	p.cache.renew(o)
 	return nil
+}
+
+// seeForeign looks whether somebody else has written the status since we did: an old build that does not know all of its
+// fields, a leader before us whose write came late, or a write of ours that had no answer. What is not as we have it is then
+// written again. A node that is new to us is the sandbox's: it may be that something was made there.
+func (p *pass) seeForeign() {
+	a := p.a
+	if n, err := resourceversion.CompareResourceVersion(p.sb.ResourceVersion, a.version); err != nil || n <= 0 {
+		return
+	}
+	before := a.stored
+	if a.version = p.sb.ResourceVersion; equality.Semantic.DeepEqual(&p.sb.Status, &before) {
+		return
+	}
+	a.stored = p.sb.Status
+	node := a.stored.Node
+	if !podBacked(p.sb) && a.status.Node == "" && node != "" && node != before.Node && !isOver(a.status.Phase) && !p.Agents.Dead(node) {
+		a.status.Node = node
+		p.account(p.sb)
+	}
+	a.written = *a.stored.DeepCopy()
+	a.written.Conditions = slices.DeleteFunc(a.written.Conditions, func(c metav1.Condition) bool {
+		return meta.FindStatusCondition(a.status.Conditions, c.Type) == nil
+	})
+	p.log("status was written by somebody else")
 }
 
 // decides says whether the status has something that the inventory does not tell again, so that it must be durable

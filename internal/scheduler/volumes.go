@@ -110,11 +110,29 @@ func (m *VolumeManager) watch(p *pass, v *volumeState, e *entry) {
 	case v.op.verb == verbAttach && (v.row == nil || v.row.Phase != v1alpha1.VolumeMounted || v.row.EntryHash != v.op.entry.hash):
 		row := m.rowFor(v, v.op.entry)
 		row.OperationID = v.op.id
+		m.explain(p, v.op, row)
 		m.setPhase(p, v, row, v1alpha1.VolumeAttaching)
 	case v.op.verb == verbDetach && v.row != nil && !v.retained:
 		row := *v.row
 		row.OperationID = v.op.id
 		m.setPhase(p, v, &row, v1alpha1.VolumeDetaching)
+	}
+}
+
+// explain gives the row of an attach that takes long the reason, if something is waited for. Other words alone are no change; and what
+// the agent does then is short, as a rule, so that it is not written that the wait has ended.
+func (m *VolumeManager) explain(p *pass, op *operation, row *v1alpha1.VolumeStatus) {
+	w := op.waits.Load()
+	switch {
+	case w == nil:
+	case w.why != nil:
+		if reason := string(fault.ReasonOf(w.why)); row.Reason != reason || row.Phase != v1alpha1.VolumeAttaching {
+			row.Reason, row.Message = reason, w.why.Error()
+		}
+	case p.now.Before(w.since.Add(slowAfter)):
+		p.lookAt(w.since.Add(slowAfter))
+	case row.Phase == v1alpha1.VolumeAttaching:
+		row.Reason, row.Message = "", ""
 	}
 }
 

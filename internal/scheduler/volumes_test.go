@@ -9,6 +9,9 @@ import (
 
 	"github.com/containerd/errdefs"
 	"github.com/prometheus/client_golang/prometheus"
+	"k8s.io/apimachinery/pkg/api/equality"
+	"k8s.io/apimachinery/pkg/api/meta"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
 	agentv1 "github.com/flux-sandbox/flux-sandbox/api/proto/agent/v1"
 	"github.com/flux-sandbox/flux-sandbox/api/sandbox/v1alpha1"
@@ -76,6 +79,63 @@ func TestNothingIsWrittenAtRest(t *testing.T) {
 	if w.store.spec.Load() != spec || w.store.status.Load() != status || w.agent().total() != calls {
 		t.Errorf("at rest: %d writes of spec, %d of status, %d calls", w.store.spec.Load()-spec, w.store.status.Load()-status, w.agent().total()-calls)
 	}
+}
+
+// Somebody who writes the status as he knows it, without the rows, takes nothing away for longer than it takes to see it.
+// What he adds, a condition, stays.
+func TestAStatusThatSomebodyElseWroteIsWrittenAgain(t *testing.T) {
+	w := newWorld(t)
+	uid := w.running("a", func(sb *v1alpha1.Sandbox) { sb.Spec.DynamicVolumes = []v1alpha1.DynamicVolume{local("/data", "")} })
+	w.rowIs("a", "/data", v1alpha1.VolumeMounted)
+	w.look("a")
+	before, calls := w.get("a").Status, w.agent().total()
+	foreign := metav1.Condition{Type: "example.com/Seen", Status: metav1.ConditionTrue, Reason: "Seen", LastTransitionTime: metav1.NewTime(w.clock.Now())}
+	for range 3 {
+		if _, err := w.store.Store.Sandboxes().UpdateStatus(t.Context(), store.Key{Namespace: "default", Name: "a"}, store.Preconditions{}, func(sb *v1alpha1.Sandbox) error {
+			sb.Status = v1alpha1.SandboxStatus{Phase: v1alpha1.SandboxPending, Node: "elsewhere", Conditions: []metav1.Condition{foreign}}
+			return nil
+		}); err != nil {
+			t.Fatal(err)
+		}
+		w.agent().change(uid, func(*agentv1.SandboxState) {}) // it tells of a sandbox that is not its own, by that status
+		w.eventually("the status is as it was", func() bool {
+			now := w.get("a").Status
+			conditions := now.Conditions
+			now.Conditions = before.Conditions
+			return equality.Semantic.DeepEqual(now, before) && meta.FindStatusCondition(conditions, foreign.Type) != nil && len(conditions) == len(before.Conditions)+1
+		})
+	}
+	w.look("a")
+	writes := w.store.status.Load()
+	w.look("a")
+	if w.store.status.Load() != writes || w.agent().total() != calls {
+		t.Errorf("%d writes of the status at rest, %d calls", w.store.status.Load()-writes, w.agent().total()-calls)
+	}
+}
+
+func TestVolumesThatAreAskedForTogetherCostOneWrite(t *testing.T) {
+	w := newWorld(t)
+	w.running("a", nil)
+	writes := w.store.status.Load()
+	w.change("a", func(sb *v1alpha1.Sandbox) {
+		sb.Spec.DynamicVolumes = []v1alpha1.DynamicVolume{local("/one", ""), local("/two", ""), local("/three", "")}
+	})
+	w.eventually("all are mounted", func() bool { return w.get("a").Status.VolumesReady == "3/3" })
+	if n := w.store.status.Load() - writes; n != 1 {
+		t.Errorf("%d writes of status for three volumes", n)
+	}
+	// One that takes longer is not waited for.
+	w.agent().with(func() { w.agent().hang["attach /slow"] = true })
+	w.change("a", func(sb *v1alpha1.Sandbox) {
+		sb.Spec.DynamicVolumes = append(sb.Spec.DynamicVolumes, local("/slow", ""), local("/four", ""))
+	})
+	w.eventually("one is attached, the other hangs", func() bool { return w.agent().count("attach /four") == 1 && w.agent().count("attach /slow") == 1 })
+	w.look("a")
+	if n := w.store.status.Load() - writes; n != 1 {
+		t.Errorf("%d writes of status while an attach is in flight that has just begun", n)
+	}
+	w.clock.Step(gatherFor)
+	w.rowIs("a", "/four", v1alpha1.VolumeMounted)
 }
 
 func TestASlowAttachIsShown(t *testing.T) {
@@ -222,6 +282,41 @@ func TestFailureRemovesTheEntry(t *testing.T) {
 			}
 			w.clock.Step(time.Second)
 			w.noRow("a", "/data")
+		})
+	}
+}
+
+// What was mounted once stays in the spec: its request succeeded, and a sandbox that is resumed counts on it.
+func TestWhatWasMountedIsNotRemovedByALaterFailure(t *testing.T) {
+	for name, err := range map[string]error{"transient": errTransient, "permanent": errPermanent} {
+		t.Run(name, func(t *testing.T) {
+			w := newWorld(t)
+			w.running("a", nil)
+			v := local("/data", "r-1")
+			v.OnFailure = v1alpha1.OnFailureRemove
+			w.add("a", v)
+			w.rowIs("a", "/data", v1alpha1.VolumeMounted)
+			w.change("a", func(sb *v1alpha1.Sandbox) { sb.Spec.Paused = true })
+			w.phase("a", v1alpha1.SandboxPaused)
+			w.halt()
+			w.start() // another leader, which knows what the status says
+			w.agent().with(func() { w.agent().faults["attach /data"] = []error{err} })
+			w.change("a", func(sb *v1alpha1.Sandbox) { sb.Spec.Paused = false })
+			row := w.rowIs("a", "/data", v1alpha1.VolumeFailed)
+			if row.Reason != string(fault.ReasonOf(err)) || (row.NextRetryTime != nil) != (name == "transient") {
+				t.Errorf("row %+v", row)
+			}
+			w.look("a")
+			sb := w.get("a")
+			if len(sb.Spec.DynamicVolumes) != 1 {
+				t.Fatal("the entry is gone")
+			}
+			if sb.Status.Phase != v1alpha1.SandboxPending || sb.Status.Reason != row.Reason {
+				t.Errorf("the sandbox is %s, %s", sb.Status.Phase, sb.Status.Reason)
+			}
+			if name == "transient" {
+				w.within(firstRetry, "mounted", func() bool { return w.row("a", "/data").Phase == v1alpha1.VolumeMounted })
+			}
 		})
 	}
 }

@@ -38,6 +38,7 @@ type world struct {
 	stop     func()
 	epoch    int64
 	pods     *fakePods
+	claims   *fakeClaims
 	dead     []string // nodes that are dead when a scheduler starts
 }
 
@@ -176,7 +177,7 @@ func (w *world) start() {
 	w.registry = prometheus.NewRegistry()
 	s, err := New(Config{
 		Store: w.store, Agents: w.follow, Clock: w.clock, Epoch: w.epoch, LeaseUID: "lease", Events: w.events,
-		Logger: slog.New(slog.NewTextHandler(io.Discard, nil)), Registerer: w.registry, Resolver: w.resolver, Keeper: w.keeper.orNil(), Pods: w.pods.orNil(),
+		Logger: slog.New(slog.NewTextHandler(io.Discard, nil)), Registerer: w.registry, Resolver: w.resolver, Keeper: w.keeper.orNil(), Pods: w.pods.orNil(), Claims: w.claims.orNil(),
 	})
 	if err != nil {
 		w.t.Fatal(err)

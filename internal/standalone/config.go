@@ -16,6 +16,7 @@ import (
 	"github.com/flux-sandbox/flux-sandbox/internal/csidriver"
 	"github.com/flux-sandbox/flux-sandbox/internal/node"
 	"github.com/flux-sandbox/flux-sandbox/internal/observability"
+	"github.com/flux-sandbox/flux-sandbox/internal/volume"
 	"github.com/flux-sandbox/flux-sandbox/internal/volume/csi"
 )
 
@@ -100,6 +101,13 @@ func (c Config) withDefaults() (Config, error) {
 	}
 	if !filepath.IsAbs(c.Volumes.Pool) || filepath.Clean(c.Volumes.Pool) != c.Volumes.Pool {
 		return c, invalid("volumes.pool %q: must be an absolute, clean path", c.Volumes.Pool)
+	}
+	for _, r := range c.Volumes.Local {
+		// The driver takes the images in its pool for its own, and whoever writes to one writes past the limit of its volume.
+		static, _, _ := strings.Cut(r.Path, "/{")
+		if volume.Denied(static, []string{c.Volumes.Pool}) != "" {
+			return c, invalid("volumes.pool %s and volumes.local path %s: one contains the other; give each a folder of its own", c.Volumes.Pool, r.Path)
+		}
 	}
 	if o := c.Volumes.PoolOvercommit; o != 0 && o < 1 {
 		return c, invalid("volumes.poolOvercommit %g: must be at least 1", o)

@@ -49,11 +49,17 @@ func TestWrongConfigurationIsRefusedWithTheReason(t *testing.T) {
 		"volumes: {local: [{path: a}]}":                 "absolute",
 		"volumes: {local: [{path: /}]}":                 "local",
 		"volumes: {local: [{path: /a, backing: tape}]}": "backing",
-		"groups: [{name: A}]":                           "groups[0].name",
-		"groups: [{name: a, namespace: B.c}]":           "groups[0].namespace",
-		"groups: [{name: a}, {name: a}]":                "twice",
-		"listen: unix:///" + strings.Repeat("a", 120):   "at most",
-		"listen: tcp://x":                               "unix socket",
+		"volumes: {pool: /a/b, local: [{path: /a}]}":    "one contains the other",
+		"volumes: {pool: /a/b, local: [{path: '/a/{tenantId}'}]}":    "one contains the other",
+		"volumes: {pool: /a, local: [{path: /a/b, backing: image}]}": "one contains the other",
+		"stateDir: /s\nvolumes: {local: [{path: /s/volumes}]}":       "one contains the other",
+		"volumes: {prepareRate: -1}":                                 "prepareRate",
+		"volumes: {prepareBurst: -1}":                                "prepareBurst",
+		"groups: [{name: A}]":                                        "groups[0].name",
+		"groups: [{name: a, namespace: B.c}]":                        "groups[0].namespace",
+		"groups: [{name: a}, {name: a}]":                             "twice",
+		"listen: unix:///" + strings.Repeat("a", 120):                "at most",
+		"listen: tcp://x":                                            "unix socket",
 	} {
 		c, err := ParseConfig([]byte(text))
 		if err == nil {

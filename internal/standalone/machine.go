@@ -33,6 +33,9 @@ type machine struct {
 
 // openMachine brings the node up, and the agent's socket.
 func openMachine(ctx context.Context, config Config, log *slog.Logger, registry prometheus.Registerer) (_ *machine, err error) {
+	if os.Geteuid() != 0 {
+		return nil, fault.New(errdefs.ErrPermissionDenied, fault.Forbidden, "flux-sandbox makes containers and mounts: run it as root")
+	}
 	self, err := os.Executable()
 	if err != nil {
 		return nil, err

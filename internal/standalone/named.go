@@ -46,6 +46,9 @@ var (
 // openNamedVolumes starts the driver.
 func openNamedVolumes(ctx context.Context, config Config) (*namedVolumes, error) {
 	driver, err := csidriver.New(ctx, csidriver.Config{Pool: config.Volumes.Pool, Node: config.Node, Overcommit: config.Volumes.PoolOvercommit, Version: version.String()})
+	if fault.ReasonOf(err) == fault.Busy {
+		return nil, fault.New(errdefs.ErrUnavailable, fault.Busy, "another flux-sandbox runs with the pool %s: stop it first, or give this one a stateDir, a runDir and a pool of its own", config.Volumes.Pool)
+	}
 	if err != nil {
 		return nil, fmt.Errorf("named volumes: %w", err)
 	}
@@ -233,7 +236,8 @@ func (n *namedVolumes) Delete(ctx context.Context, namespace, name string) (bool
 	if errdefs.IsNotFound(err) {
 		return false, nil
 	}
-	if err != nil {
+	// A damaged one can be deleted.
+	if err != nil && !errdefs.IsDataLoss(err) {
 		return false, err
 	}
 	ticker := time.NewTicker(releasePoll)

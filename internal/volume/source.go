@@ -6,6 +6,7 @@ import (
 	"encoding/hex"
 	"encoding/json"
 	"errors"
+	"fmt"
 
 	"github.com/flux-sandbox/flux-sandbox/api/sandbox/v1alpha1"
 	"github.com/flux-sandbox/flux-sandbox/internal/mount"
@@ -24,6 +25,8 @@ type Request struct {
 	PersistentVolume string `json:"persistentVolume,omitempty"`
 	// CSI is the volume of a CSI driver that a source of type pv is; nil for all else.
 	CSI *CSIVolume `json:"csi,omitempty"`
+	// Anchor is the Pod for which kubelet published a source of type pvc; nil for all else.
+	Anchor *AnchorVolume `json:"anchor,omitempty"`
 	// TenantID is the tenant of the sandbox, never what the entry claims; empty for none.
 	TenantID string `json:"tenantId,omitempty"`
 	// ReadOnly says that the sandbox will not write. The caller makes the mount read-only.
@@ -107,6 +110,23 @@ type Source interface {
 
 // ErrUnfinished is in the chain of a Prepare's error that does not tell how far it came.
 var ErrUnfinished = errors.New("what was begun may go on, and is undone later")
+
+// Unfinished makes an error ErrUnfinished: that of a Prepare whose undoing failed as well (undo), or of which it is not
+// known how far an earlier one came (undo is nil). It is of the kind and reason of the cause.
+func Unfinished(cause, undo error) error { return unfinished{cause: cause, undo: undo} }
+
+type unfinished struct{ cause, undo error }
+
+func (u unfinished) Error() string {
+	if u.undo == nil {
+		return u.cause.Error()
+	}
+	return fmt.Sprintf("%v; undoing it failed too and is tried again: %v", u.cause, u.undo)
+}
+
+func (u unfinished) Unwrap() error { return u.cause }
+
+func (u unfinished) Is(target error) bool { return target == ErrUnfinished }
 
 // Undoer is implemented by a Source that can undo a Prepare that was cut off, or is unfinished, without doing it again.
 type Undoer interface {

@@ -313,8 +313,9 @@ type Volume struct {
 	Hash string
 	// PersistentVolume is the one that vouches for the source.
 	PersistentVolume string
-	// CSI is the source instead of all that.
-	CSI *agentv1.CSISource
+	// CSI, or Anchor, is the source instead of all that.
+	CSI    *agentv1.CSISource
+	Anchor *agentv1.AnchorSource
 }
 
 // Attach attaches a volume.
@@ -341,7 +342,7 @@ func (s *Sandbox) AttachRequest(v Volume) *agentv1.AttachRequest {
 		when = agentv1.When_AT_CREATE
 	}
 	if v.Hash == "" {
-		v.Hash = fmt.Sprintf("%s%s|%s|%s|%d", v.Source, v.CSI.GetVolumeHandle(), v.SubPath, mode, v.Size)
+		v.Hash = fmt.Sprintf("%s%s|%s|%s|%d", v.Source, v.CSI.GetVolumeHandle()+v.Anchor.GetPvName(), v.SubPath, mode, v.Size)
 	}
 	var workload *agentv1.Workload
 	if s.Pod != nil {
@@ -351,6 +352,9 @@ func (s *Sandbox) AttachRequest(v Volume) *agentv1.AttachRequest {
 		SubPath: v.SubPath, SizeLimitBytes: v.Size, EntryHash: v.Hash, Source: &agentv1.AttachRequest_Local{Local: &agentv1.LocalSource{Path: v.Source, PersistentVolume: v.PersistentVolume}}}
 	if v.CSI != nil {
 		r.Source = &agentv1.AttachRequest_Csi{Csi: v.CSI}
+	}
+	if v.Anchor != nil {
+		r.Source = &agentv1.AttachRequest_Anchor{Anchor: v.Anchor}
 	}
 	return r
 }

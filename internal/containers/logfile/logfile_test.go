@@ -220,3 +220,30 @@ func TestFollowEndsWithTheLog(t *testing.T) {
 		t.Errorf("%d entries, %v", entries, err)
 	}
 }
+
+// A process that writes as fast as it is read does not keep who only wants to know what is there.
+func TestAReadEndsAlthoughTheLogGrows(t *testing.T) {
+	for name, opts := range map[string]logfile.Options{"all": {}, "tail": {Tail: 2}} {
+		t.Run(name, func(t *testing.T) {
+			dir := t.TempDir()
+			w := newWriter(t, dir, logfile.MinSize, 3)
+			copyAll(t, w, logfile.Stdout, "first\nsecond\n")
+			ctx, cancel := context.WithCancelCause(t.Context())
+			defer cancel(nil)
+			var got []logfile.Entry
+			if err := logfile.Read(ctx, dir, opts, func(e logfile.Entry) error {
+				got = append(got, e)
+				if len(got) > 2 {
+					cancel(errors.New("it goes on"))
+				}
+				copyAll(t, w, logfile.Stdout, "one more\n")
+				return nil
+			}); err != nil {
+				t.Fatal(err)
+			}
+			if texts(got) != "stdout:first;stdout:second;" {
+				t.Errorf("read %s", texts(got))
+			}
+		})
+	}
+}

@@ -7,6 +7,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"math"
 	"os"
 	"path/filepath"
 	"time"
@@ -76,6 +77,9 @@ func Read(ctx context.Context, dir string, opts Options, yield func(Entry) error
 				return err
 			}
 		}
+		if !opts.Follow {
+			return nil
+		}
 	}
 	for {
 		ended := !opts.Follow || isClosed(opts.Until)
@@ -107,6 +111,7 @@ type reader struct {
 	number  int // of the open file
 	file    *os.File
 	buf     *bufio.Reader
+	offset  int64  // of what was read of it
 	partial []byte // of a line that the writer has not finished
 }
 
@@ -116,23 +121,27 @@ func (r *reader) close() {
 	}
 }
 
-// drain answers everything that is in the log now.
+// drain answers everything that is in the log now. What comes while it reads it leaves alone: a process that writes
+// faster than it is read would keep it for ever.
 func (r *reader) drain(ctx context.Context, yield func(Entry) error) error {
+	last, size, err := r.end()
+	if err != nil {
+		return err
+	}
 	for {
 		if r.file != nil {
-			// A file is complete as soon as a higher one exists, so look for that one first, then read to the end.
-			next, err := r.following()
-			if err != nil {
-				return err
+			limit := size
+			if r.number < last { // it is complete, since a higher one exists
+				limit = math.MaxInt64
 			}
-			if err := r.readFile(ctx, yield); err != nil || next == 0 {
+			if err := r.readFile(ctx, limit, yield); err != nil || r.number >= last {
 				return err
 			}
 			r.file.Close()
 			r.file, r.partial = nil, nil
 		}
 		next, err := r.following()
-		if err != nil || next == 0 {
+		if err != nil || next == 0 || next > last {
 			return err
 		}
 		f, err := os.Open(filepath.Join(r.dir, fileName(next)))
@@ -142,7 +151,30 @@ func (r *reader) drain(ctx context.Context, yield func(Entry) error) error {
 		if err != nil {
 			return err
 		}
-		r.file, r.number, r.buf = f, next, bufio.NewReaderSize(f, 64<<10)
+		r.file, r.number, r.buf, r.offset = f, next, bufio.NewReaderSize(f, 64<<10), 0
+	}
+}
+
+// end is where the log ends now: its highest file, and the size of that. Of a log that is gone it is the end of the file
+// that the reader has open.
+func (r *reader) end() (last int, size int64, err error) {
+	for {
+		found, err := numbers(r.dir)
+		if errors.Is(err, os.ErrNotExist) || err == nil && len(found) == 0 {
+			return r.number, math.MaxInt64, nil
+		}
+		if err != nil {
+			return 0, 0, err
+		}
+		last = found[len(found)-1]
+		info, err := os.Stat(filepath.Join(r.dir, fileName(last)))
+		if errors.Is(err, os.ErrNotExist) {
+			continue // rotated away meanwhile
+		}
+		if err != nil {
+			return 0, 0, err
+		}
+		return last, info.Size(), nil
 	}
 }
 
@@ -160,12 +192,14 @@ func (r *reader) following() (int, error) {
 	return 0, err
 }
 
-func (r *reader) readFile(ctx context.Context, yield func(Entry) error) error {
-	for {
+// readFile answers the lines of the open file that begin before limit.
+func (r *reader) readFile(ctx context.Context, limit int64, yield func(Entry) error) error {
+	for r.offset < limit {
 		if err := ctx.Err(); err != nil {
 			return err
 		}
 		line, err := r.buf.ReadSlice('\n')
+		r.offset += int64(len(line))
 		r.partial = append(r.partial, line...)
 		if errors.Is(err, io.EOF) {
 			return nil
@@ -185,6 +219,7 @@ func (r *reader) readFile(ctx context.Context, yield func(Entry) error) error {
 			return err
 		}
 	}
+	return nil
 }
 
 func parse(line []byte) (Entry, bool) {

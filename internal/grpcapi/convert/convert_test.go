@@ -15,7 +15,11 @@ import (
 	"k8s.io/apimachinery/pkg/api/equality"
 	"k8s.io/apimachinery/pkg/api/resource"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/runtime"
+	"k8s.io/apimachinery/pkg/runtime/schema"
+	"k8s.io/apimachinery/pkg/util/intstr"
 
+	agentsv1alpha1 "github.com/flux-sandbox/flux-sandbox/api/agents/v1alpha1"
 	sandboxv1 "github.com/flux-sandbox/flux-sandbox/api/proto/sandbox/v1"
 	"github.com/flux-sandbox/flux-sandbox/api/sandbox/v1alpha1"
 	"github.com/flux-sandbox/flux-sandbox/internal/grpcapi/convert"
@@ -23,9 +27,6 @@ import (
 
 // notInProto are the fields of the objects that the messages leave out on purpose.
 var notInProto = map[string]string{
-	"DynamicVolume.RequestID":               "bookkeeping between server and scheduler; the row of status shows it",
-	"DynamicVolume.Detach":                  "bookkeeping between server and scheduler; the row of status shows it",
-	"Condition.ObservedGeneration":          "status.observed_generation says it for all",
 	"ResourceRequirements.Claims":           "dynamic resource allocation is none of ours",
 	"ObjectMeta.GenerateName":               "the server makes names",
 	"ObjectMeta.SelfLink":                   "deprecated by Kubernetes",
@@ -48,6 +49,12 @@ func (f *filler) template() corev1.PodTemplateSpec {
 		Spec: corev1.PodSpec{Containers: []corev1.Container{{Name: f.text(), Image: f.text()}}}}
 }
 
+// claim is likewise.
+func (f *filler) claim() corev1.PersistentVolumeClaim {
+	return corev1.PersistentVolumeClaim{ObjectMeta: metav1.ObjectMeta{Name: f.text()},
+		Spec: corev1.PersistentVolumeClaimSpec{AccessModes: []corev1.PersistentVolumeAccessMode{corev1.PersistentVolumeAccessMode(f.text())}}}
+}
+
 func (f *filler) object(v reflect.Value) {
 	switch x := v.Addr().Interface().(type) {
 	case *metav1.Time:
@@ -58,6 +65,12 @@ func (f *filler) object(v reflect.Value) {
 		return
 	case *corev1.PodTemplateSpec:
 		*x = f.template()
+		return
+	case *corev1.PersistentVolumeClaim:
+		*x = f.claim()
+		return
+	case *intstr.IntOrString:
+		*x = intstr.FromInt32(int32(f.number()))
 		return
 	case *map[string]string:
 		*x = map[string]string{f.text(): f.text()}
@@ -126,8 +139,12 @@ func (f *filler) message(m protoreflect.Message) {
 func (f *filler) scalar(fd protoreflect.FieldDescriptor) protoreflect.Value {
 	switch fd.Kind() {
 	case protoreflect.StringKind:
-		if fd.Name() == "template" {
+		switch fd.Name() {
+		case "template":
 			text, _ := json.Marshal(f.template())
+			return protoreflect.ValueOfString(string(text))
+		case "volume_claim_templates":
+			text, _ := json.Marshal(f.claim())
 			return protoreflect.ValueOfString(string(text))
 		}
 		return protoreflect.ValueOfString(f.text())
@@ -142,29 +159,55 @@ func (f *filler) scalar(fd protoreflect.FieldDescriptor) protoreflect.Value {
 }
 
 func TestNoFieldOfTheObjectsIsForgotten(t *testing.T) {
-	var want v1alpha1.Sandbox
-	(&filler{}).object(reflect.ValueOf(&want).Elem())
-	want.TypeMeta = metav1.TypeMeta{APIVersion: "sandbox.flux.io/v1alpha1", Kind: "Sandbox"}
+	objectAndBack(t, v1alpha1.GroupVersion.WithKind("Sandbox"), convert.SandboxProto, convert.Sandbox)
+	objectAndBack(t, agentsv1alpha1.GroupVersion.WithKind("SandboxClaim"), convert.ClaimProto, convert.Claim)
+	objectAndBack(t, agentsv1alpha1.GroupVersion.WithKind("SandboxSet"), convert.SetProto, convert.Set)
+}
 
-	got, err := convert.Sandbox(convert.SandboxProto(&want))
+func objectAndBack[O any, M any](t *testing.T, kind schema.GroupVersionKind, to func(*O) M, from func(M) (*O, error)) {
+	t.Helper()
+	want := new(O)
+	(&filler{}).object(reflect.ValueOf(want).Elem())
+	any(want).(runtime.Object).GetObjectKind().SetGroupVersionKind(kind)
+
+	got, err := from(to(want))
 	if err != nil {
 		t.Fatal(err)
 	}
-	if !equality.Semantic.DeepEqual(&want, got) {
-		t.Errorf("there and back:\n got %+v\nwant %+v", got, &want)
+	if !equality.Semantic.DeepEqual(want, got) {
+		t.Errorf("there and back:\n got %+v\nwant %+v", got, want)
 	}
 }
 
 func TestNoFieldOfTheMessagesIsForgotten(t *testing.T) {
-	var want sandboxv1.Sandbox
+	messageAndBack(t, &sandboxv1.Sandbox{}, convert.Sandbox, convert.SandboxProto)
+	messageAndBack(t, &sandboxv1.SandboxClaim{}, convert.Claim, convert.ClaimProto)
+	messageAndBack(t, &sandboxv1.SandboxSet{}, convert.Set, convert.SetProto)
+}
+
+func messageAndBack[O any, M proto.Message](t *testing.T, want M, to func(M) (*O, error), from func(*O) M) {
+	t.Helper()
 	(&filler{}).message(want.ProtoReflect())
 
-	object, err := convert.Sandbox(&want)
+	object, err := to(want)
 	if err != nil {
 		t.Fatal(err)
 	}
-	if got := convert.SandboxProto(object); !proto.Equal(&want, got) {
-		t.Errorf("there and back:\n got %v\nwant %v", got, &want)
+	if got := from(object); !proto.Equal(want, got) {
+		t.Errorf("there and back:\n got %v\nwant %v", got, want)
+	}
+}
+
+func TestEmptyClaimAndSet(t *testing.T) {
+	claim, err := convert.Claim(nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if got, want := convert.ClaimProto(claim), (&sandboxv1.SandboxClaim{Spec: &sandboxv1.SandboxClaimSpec{}, Status: &sandboxv1.SandboxClaimStatus{}}); !proto.Equal(want, got) {
+		t.Errorf("got %v, want %v", got, want)
+	}
+	if _, err := convert.Set(nil); err != nil {
+		t.Error(err)
 	}
 }
 
@@ -179,11 +222,27 @@ func TestEmptySandbox(t *testing.T) {
 	}
 }
 
+// A message with a string that is no UTF-8 cannot be sent at all.
+func TestWordsOfASandboxCanBeSent(t *testing.T) {
+	raw := "/data/\xff"
+	m := convert.SandboxProto(&v1alpha1.Sandbox{Status: v1alpha1.SandboxStatus{Message: raw, Conditions: []metav1.Condition{{Message: raw}},
+		Volumes: []v1alpha1.VolumeStatus{{Message: raw, Holders: []v1alpha1.VolumeHolder{{Command: raw}}}}}})
+	if _, err := proto.Marshal(m); err != nil {
+		t.Error(err)
+	}
+}
+
 func TestBadQuantityNamesItsField(t *testing.T) {
 	_, err := convert.Sandbox(&sandboxv1.Sandbox{Spec: &sandboxv1.SandboxSpec{
 		Resources: &sandboxv1.Resources{Limits: map[string]string{"memory": "lots"}},
 	}})
 	if err == nil || !strings.Contains(err.Error(), `spec.resources.limits["memory"]: "lots"`) {
+		t.Errorf("got %v", err)
+	}
+	_, err = convert.Claim(&sandboxv1.SandboxClaim{Spec: &sandboxv1.SandboxClaimSpec{InplaceUpdate: &sandboxv1.InplaceUpdate{
+		Resources: &sandboxv1.Resources{Requests: map[string]string{"cpu": "lots"}},
+	}}})
+	if err == nil || !strings.Contains(err.Error(), `spec.inplaceUpdate.resources.requests["cpu"]: "lots"`) {
 		t.Errorf("got %v", err)
 	}
 }

@@ -29,11 +29,44 @@ func podTemplateProto(t *corev1.PodTemplateSpec) string {
 	if t == nil {
 		return ""
 	}
-	text, err := json.Marshal(t)
+	return jsonOf(t)
+}
+
+func jsonOf(object any) string {
+	text, err := json.Marshal(object)
 	if err != nil {
 		panic(err) // an API type of Kubernetes always has a JSON
 	}
 	return string(text)
+}
+
+// claimTemplates reads claim templates in JSON. A field that Kubernetes does not know is an error.
+func claimTemplates(texts []string) ([]corev1.PersistentVolumeClaim, error) {
+	var out []corev1.PersistentVolumeClaim
+	for i, text := range texts {
+		var c corev1.PersistentVolumeClaim
+		if err := yaml.UnmarshalStrict([]byte(text), &c); err != nil {
+			return nil, fault.New(errdefs.ErrInvalidArgument, fault.InvalidRequest, "spec.volumeClaimTemplates[%d] is not the JSON of a PersistentVolumeClaim: %v", i, err)
+		}
+		out = append(out, c)
+	}
+	return out, nil
+}
+
+func claimTemplateProto(c corev1.PersistentVolumeClaim) string { return jsonOf(c) }
+
+func retentionPolicy(m *sandboxv1.ClaimRetentionPolicy) *v1alpha1.PersistentVolumeClaimRetentionPolicy {
+	if m == nil {
+		return nil
+	}
+	return &v1alpha1.PersistentVolumeClaimRetentionPolicy{WhenDeleted: v1alpha1.RetentionPolicy(m.GetWhenDeleted()), WhenScaled: v1alpha1.RetentionPolicy(m.GetWhenScaled())}
+}
+
+func retentionPolicyProto(p *v1alpha1.PersistentVolumeClaimRetentionPolicy) *sandboxv1.ClaimRetentionPolicy {
+	if p == nil {
+		return nil
+	}
+	return &sandboxv1.ClaimRetentionPolicy{WhenDeleted: string(p.WhenDeleted), WhenScaled: string(p.WhenScaled)}
 }
 
 func podReference(m *sandboxv1.PodReference) *v1alpha1.PodReference {

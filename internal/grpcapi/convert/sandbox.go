@@ -4,11 +4,11 @@ import (
 	"fmt"
 	"maps"
 	"slices"
+	"strings"
 
 	corev1 "k8s.io/api/core/v1"
 	"k8s.io/apimachinery/pkg/api/resource"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
-	"k8s.io/apimachinery/pkg/types"
 
 	sandboxv1 "github.com/flux-sandbox/flux-sandbox/api/proto/sandbox/v1"
 	"github.com/flux-sandbox/flux-sandbox/api/sandbox/v1alpha1"
@@ -22,20 +22,10 @@ func Sandbox(m *sandboxv1.Sandbox) (*v1alpha1.Sandbox, error) {
 		return nil, err
 	}
 	return &v1alpha1.Sandbox{
-		TypeMeta: metav1.TypeMeta{APIVersion: v1alpha1.GroupVersion.String(), Kind: "Sandbox"},
-		ObjectMeta: metav1.ObjectMeta{
-			Namespace:         m.GetNamespace(),
-			Name:              m.GetName(),
-			UID:               types.UID(m.GetUid()),
-			Generation:        m.GetGeneration(),
-			ResourceVersion:   m.GetResourceVersion(),
-			CreationTimestamp: Time(m.GetCreationTime()),
-			DeletionTimestamp: TimePtr(m.GetDeletionTime()),
-			Labels:            maps.Clone(m.GetLabels()),
-			Annotations:       maps.Clone(m.GetAnnotations()),
-		},
-		Spec:   spec,
-		Status: status(m.GetStatus()),
+		TypeMeta:   metav1.TypeMeta{APIVersion: v1alpha1.GroupVersion.String(), Kind: "Sandbox"},
+		ObjectMeta: objectMeta(m),
+		Spec:       spec,
+		Status:     status(m.GetStatus()),
 	}, nil
 }
 
@@ -58,11 +48,11 @@ func SandboxProto(s *v1alpha1.Sandbox) *sandboxv1.Sandbox {
 
 // Spec makes a SandboxSpec of its message. The error says which quantity is none.
 func Spec(m *sandboxv1.SandboxSpec) (v1alpha1.SandboxSpec, error) {
-	limits, err := resourceList("limits", m.GetResources().GetLimits())
+	limits, err := resourceList("spec.resources.limits", m.GetResources().GetLimits())
 	if err != nil {
 		return v1alpha1.SandboxSpec{}, err
 	}
-	requests, err := resourceList("requests", m.GetResources().GetRequests())
+	requests, err := resourceList("spec.resources.requests", m.GetResources().GetRequests())
 	if err != nil {
 		return v1alpha1.SandboxSpec{}, err
 	}
@@ -70,7 +60,15 @@ func Spec(m *sandboxv1.SandboxSpec) (v1alpha1.SandboxSpec, error) {
 	if err != nil {
 		return v1alpha1.SandboxSpec{}, err
 	}
+	claims, err := claimTemplates(m.GetVolumeClaimTemplates())
+	if err != nil {
+		return v1alpha1.SandboxSpec{}, err
+	}
 	return v1alpha1.SandboxSpec{
+		VolumeClaimTemplates:                 claims,
+		PersistentVolumeClaimRetentionPolicy: retentionPolicy(m.GetPersistentVolumeClaimRetentionPolicy()),
+		Runtimes:                             each(m.GetRuntimes(), func(r string) v1alpha1.RuntimeName { return v1alpha1.RuntimeName(r) }),
+
 		Template:       template,
 		PodRef:         podReference(m.GetPodRef()),
 		Group:          m.GetGroup(),
@@ -93,6 +91,10 @@ func Spec(m *sandboxv1.SandboxSpec) (v1alpha1.SandboxSpec, error) {
 // SpecProto is the reverse of Spec.
 func SpecProto(s v1alpha1.SandboxSpec) *sandboxv1.SandboxSpec {
 	m := &sandboxv1.SandboxSpec{
+		VolumeClaimTemplates:                 each(s.VolumeClaimTemplates, claimTemplateProto),
+		PersistentVolumeClaimRetentionPolicy: retentionPolicyProto(s.PersistentVolumeClaimRetentionPolicy),
+		Runtimes:                             each(s.Runtimes, func(r v1alpha1.RuntimeName) string { return string(r) }),
+
 		Template:       podTemplateProto(s.Template),
 		PodRef:         podReferenceProto(s.PodRef),
 		Group:          s.Group,
@@ -149,7 +151,7 @@ func statusProto(s v1alpha1.SandboxStatus) *sandboxv1.SandboxStatus {
 	return &sandboxv1.SandboxStatus{
 		Phase:              string(s.Phase),
 		Reason:             s.Reason,
-		Message:            s.Message,
+		Message:            text(s.Message),
 		Node:               s.Node,
 		ContainerId:        s.ContainerID,
 		ObservedGeneration: s.ObservedGeneration,
@@ -169,6 +171,7 @@ func condition(m *sandboxv1.Condition) metav1.Condition {
 		Reason:             m.GetReason(),
 		Message:            m.GetMessage(),
 		LastTransitionTime: Time(m.GetLastTransitionTime()),
+		ObservedGeneration: m.GetObservedGeneration(),
 	}
 }
 
@@ -177,8 +180,9 @@ func conditionProto(c metav1.Condition) *sandboxv1.Condition {
 		Type:               c.Type,
 		Status:             string(c.Status),
 		Reason:             c.Reason,
-		Message:            c.Message,
+		Message:            text(c.Message),
 		LastTransitionTime: timeProto(c.LastTransitionTime),
+		ObservedGeneration: c.ObservedGeneration,
 	}
 }
 
@@ -198,7 +202,7 @@ func resourceList(field string, m map[string]string) (corev1.ResourceList, error
 	for _, name := range slices.Sorted(maps.Keys(m)) {
 		q, err := resource.ParseQuantity(m[name])
 		if err != nil {
-			return nil, fmt.Errorf("spec.resources.%s[%q]: %q is not a quantity such as 500m or 1Gi", field, name, m[name])
+			return nil, fmt.Errorf("%s[%q]: %q is not a quantity such as 500m or 1Gi", field, name, m[name])
 		}
 		out[corev1.ResourceName(name)] = q
 	}
@@ -215,3 +219,7 @@ func resourceListProto(l corev1.ResourceList) map[string]string {
 	}
 	return out
 }
+
+// text is what a message can carry: words that came from a sandbox, as the name of a file, may be any bytes, and one that
+// is no UTF-8 would cost the whole answer, be it a list of all sandboxes.
+func text(s string) string { return strings.ToValidUTF8(s, "\uFFFD") }

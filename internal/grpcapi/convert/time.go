@@ -1,6 +1,7 @@
 package convert
 
 import (
+	"google.golang.org/protobuf/types/known/durationpb"
 	"google.golang.org/protobuf/types/known/timestamppb"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 )
@@ -35,6 +36,20 @@ func timeProto(t metav1.Time) *timestamppb.Timestamp {
 		return nil
 	}
 	return timestamppb.New(t.Time)
+}
+
+func durationPtr(m *durationpb.Duration) *metav1.Duration {
+	if m == nil {
+		return nil
+	}
+	return &metav1.Duration{Duration: m.AsDuration()}
+}
+
+func durationProto(d *metav1.Duration) *durationpb.Duration {
+	if d == nil {
+		return nil
+	}
+	return durationpb.New(d.Duration)
 }
 
 // each converts every element; nil of an empty list.

@@ -17,11 +17,26 @@ func DynamicVolume(m *sandboxv1.DynamicVolume) v1alpha1.DynamicVolume {
 		SubPath:    m.GetSubPath(),
 		ForceMount: m.GetForceMount(),
 		OnFailure:  v1alpha1.OnFailure(m.GetOnFailure()),
+		RequestID:  m.GetRequestId(),
+		Detach:     detach(m.GetDetach()),
 	}
 }
 
-// DynamicVolumeProto is the reverse of DynamicVolume. What the message has no field for (the requests in
-// progress) is left out.
+func detach(m *sandboxv1.DetachRequest) *v1alpha1.DetachRequest {
+	if m == nil {
+		return nil
+	}
+	return &v1alpha1.DetachRequest{Force: m.GetForce(), RequestID: m.GetRequestId()}
+}
+
+func detachProto(d *v1alpha1.DetachRequest) *sandboxv1.DetachRequest {
+	if d == nil {
+		return nil
+	}
+	return &sandboxv1.DetachRequest{Force: d.Force, RequestId: d.RequestID}
+}
+
+// DynamicVolumeProto is the reverse of DynamicVolume.
 func DynamicVolumeProto(v v1alpha1.DynamicVolume) *sandboxv1.DynamicVolume {
 	return &sandboxv1.DynamicVolume{
 		VolumeType: string(v.VolumeType),
@@ -33,6 +48,8 @@ func DynamicVolumeProto(v v1alpha1.DynamicVolume) *sandboxv1.DynamicVolume {
 		SubPath:    v.SubPath,
 		ForceMount: v.ForceMount,
 		OnFailure:  string(v.OnFailure),
+		RequestId:  v.RequestID,
+		Detach:     detachProto(v.Detach),
 	}
 }
 
@@ -79,6 +96,7 @@ func VolumeStatus(m *sandboxv1.VolumeStatus) v1alpha1.VolumeStatus {
 		VolumeDomain:       m.GetVolumeDomain(),
 		SandboxDomain:      m.GetSandboxDomain(),
 		Attached:           v1alpha1.AttachTime(m.GetAttached()),
+		HasBeenMounted:     m.GetHasBeenMounted(),
 		DetachState:        v1alpha1.DetachState(m.GetDetachState()),
 		Holders:            each(m.GetHolders(), Holder),
 	}
@@ -103,7 +121,7 @@ func VolumeStatusProto(v v1alpha1.VolumeStatus) *sandboxv1.VolumeStatus {
 		ObservedGeneration: v.ObservedGeneration,
 		Phase:              string(v.Phase),
 		Reason:             v.Reason,
-		Message:            v.Message,
+		Message:            text(v.Message),
 		Since:              timeProto(v.Since),
 		Attempts:           v.Attempts,
 		NextRetryTime:      TimeProto(v.NextRetryTime),
@@ -117,6 +135,7 @@ func VolumeStatusProto(v v1alpha1.VolumeStatus) *sandboxv1.VolumeStatus {
 		VolumeDomain:       v.VolumeDomain,
 		SandboxDomain:      v.SandboxDomain,
 		Attached:           string(v.Attached),
+		HasBeenMounted:     v.HasBeenMounted,
 		DetachState:        string(v.DetachState),
 		Holders:            each(v.Holders, HolderProto),
 	}
@@ -129,5 +148,5 @@ func Holder(m *sandboxv1.Holder) v1alpha1.VolumeHolder {
 
 // HolderProto is the reverse of Holder.
 func HolderProto(h v1alpha1.VolumeHolder) *sandboxv1.Holder {
-	return &sandboxv1.Holder{Pid: h.PID, Command: h.Command, Kind: h.Kind}
+	return &sandboxv1.Holder{Pid: h.PID, Command: text(h.Command), Kind: h.Kind}
 }

@@ -7,7 +7,6 @@ import (
 	"net"
 	"os"
 	"path/filepath"
-	"strings"
 	"sync"
 	"testing"
 
@@ -22,6 +21,7 @@ import (
 	"github.com/flux-sandbox/flux-sandbox/internal/grpcapi"
 	"github.com/flux-sandbox/flux-sandbox/internal/store"
 	"github.com/flux-sandbox/flux-sandbox/internal/store/embedded"
+	"github.com/flux-sandbox/flux-sandbox/internal/testenv"
 )
 
 // Env is a running server and all that is behind it.
@@ -32,36 +32,22 @@ type Env struct {
 	Agent     *Agent
 	// Address is where the server listens, as a gRPC target.
 	Address string
+	// Pools are the SandboxSets and SandboxClaims.
+	Pools *Pools
 	// Volumes and the others are clients of it.
 	Volumes   sandboxv1.SandboxVolumeServiceClient
 	Sandboxes sandboxv1.SandboxServiceClient
 	Named     sandboxv1.VolumeServiceClient
+	Claims    sandboxv1.SandboxClaimServiceClient
+	Sets      sandboxv1.SandboxSetServiceClient
 	Images    sandboxv1.ImageServiceClient
 	Nodes     sandboxv1.NodeServiceClient
 	// Conn is the connection of the clients.
 	Conn *grpc.ClientConn
 	// Log is what the server has logged.
-	Log *Log
+	Log *testenv.Log
 	// Stop ends the server and waits for it. The test's end does it otherwise.
 	Stop func()
-}
-
-// Log is a writer that may be read at any time.
-type Log struct {
-	mu   sync.Mutex // guards text
-	text strings.Builder
-}
-
-func (l *Log) Write(p []byte) (int, error) {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	return l.text.Write(p)
-}
-
-func (l *Log) String() string {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	return l.text.String()
 }
 
 // agents has the one agent of the test.
@@ -82,7 +68,7 @@ func Start(t testing.TB, change func(*grpcapi.Options)) *Env {
 
 	failures := make(chan error, 1)
 	e := &Env{
-		t: t, Store: st, Log: &Log{},
+		t: t, Store: st, Log: &testenv.Log{}, Pools: NewPools(),
 		Scheduler: &Scheduler{sandboxes: st.Sandboxes(), errors: failures, kick: make(chan struct{}, 1), fates: map[string]Fate{}},
 		Agent:     &Agent{started: make(chan string, 8), cancelled: make(chan string, 8)},
 	}
@@ -101,7 +87,7 @@ func Start(t testing.TB, change func(*grpcapi.Options)) *Env {
 	options := grpcapi.Options{
 		Store: st, Agents: agents{agentv1.NewAgentServiceClient(agentConn)}, Authenticator: grpcapi.SocketPermissions{},
 		Logger: slog.New(slog.NewTextHandler(e.Log, &slog.HandlerOptions{Level: slog.LevelDebug})),
-		Clock:  clocktesting.NewFakePassiveClock(Epoch), NamedVolumes: &NamedVolumes{},
+		Clock:  clocktesting.NewFakePassiveClock(Epoch), NamedVolumes: &NamedVolumes{}, Pools: e.Pools.API,
 	}
 	if change != nil {
 		change(&options)
@@ -131,6 +117,8 @@ func Start(t testing.TB, change func(*grpcapi.Options)) *Env {
 	e.Volumes = sandboxv1.NewSandboxVolumeServiceClient(e.Conn)
 	e.Sandboxes = sandboxv1.NewSandboxServiceClient(e.Conn)
 	e.Named = sandboxv1.NewVolumeServiceClient(e.Conn)
+	e.Claims = sandboxv1.NewSandboxClaimServiceClient(e.Conn)
+	e.Sets = sandboxv1.NewSandboxSetServiceClient(e.Conn)
 	e.Images = sandboxv1.NewImageServiceClient(e.Conn)
 	e.Nodes = sandboxv1.NewNodeServiceClient(e.Conn)
 	t.Cleanup(func() {
@@ -186,7 +174,11 @@ func (e *Env) Dump() string {
 	must(e.t, err)
 	groups, err := e.Store.Groups().List(e.t.Context(), store.ListOptions{})
 	must(e.t, err)
-	text, err := json.MarshalIndent(map[string]any{"sandboxes": sandboxes.Items, "groups": groups.Items}, "", "  ")
+	sets, err := e.Pools.Sets.List(e.t.Context(), store.ListOptions{})
+	must(e.t, err)
+	claims, err := e.Pools.Claims.List(e.t.Context(), store.ListOptions{})
+	must(e.t, err)
+	text, err := json.MarshalIndent(map[string]any{"sandboxes": sandboxes.Items, "groups": groups.Items, "sets": sets.Items, "claims": claims.Items}, "", "  ")
 	must(e.t, err)
 	return string(text)
 }

@@ -163,6 +163,16 @@ func (a *Agents) Dead(node string) bool {
 	return a.isSynced() && a.known[node].dead()
 }
 
+// Labels are a node's labels, which the caller does not change; false when there is no such node.
+func (a *Agents) Labels(node string) (map[string]string, bool) {
+	o, known, err := a.nodes.GetStore().GetByKey(node)
+	n, ok := o.(*nodeFacts)
+	if err != nil || !known || !ok {
+		return nil, false
+	}
+	return n.Labels, true
+}
+
 func (a *Agents) isSynced() bool {
 	select {
 	case <-a.synced:

@@ -11,6 +11,7 @@ import (
 	"k8s.io/client-go/informers"
 	"k8s.io/client-go/kubernetes"
 
+	agentsv1alpha1 "github.com/flux-sandbox/flux-sandbox/api/agents/v1alpha1"
 	"github.com/flux-sandbox/flux-sandbox/api/sandbox/v1alpha1"
 	"github.com/flux-sandbox/flux-sandbox/internal/fault"
 	"github.com/flux-sandbox/flux-sandbox/internal/grpcapi"
@@ -43,6 +44,7 @@ func TestRealTokensAndRBAC(t *testing.T) {
 		Rules: []rbacv1.PolicyRule{
 			{APIGroups: group, Resources: []string{"sandboxes"}, Verbs: []string{"get", "list"}},
 			{APIGroups: group, Resources: []string{"sandboxes/volumes"}, Verbs: []string{"create"}},
+			{APIGroups: []string{agentsv1alpha1.GroupVersion.Group}, Resources: []string{"sandboxclaims"}, Verbs: []string{"create", "get"}},
 			{APIGroups: group, Resources: []string{"sandboxes/exec"}, Verbs: []string{"create"}, ResourceNames: []string{"mine"}},
 		},
 	}, metav1.CreateOptions{}); err != nil {
@@ -110,16 +112,21 @@ func TestRealTokensAndRBAC(t *testing.T) {
 		t.Fatal(err)
 	}
 	for access, want := range map[grpcapi.Access]bool{
-		{Verb: "get", Namespace: team, Name: "a"}:                            true,
-		{Verb: "list", Namespace: team}:                                      true,
-		{Verb: "list"}:                                                       false,
-		{Verb: "list", Namespace: other}:                                     false,
-		{Verb: "create", Namespace: team}:                                    false,
-		{Verb: "create", Subresource: "volumes", Namespace: team, Name: "a"}: true,
-		{Verb: "delete", Subresource: "volumes", Namespace: team, Name: "a"}: false,
-		{Verb: "create", Subresource: "exec", Namespace: team, Name: "mine"}: true,
-		{Verb: "create", Subresource: "exec", Namespace: team, Name: "a"}:    false,
-		{Verb: "update", Subresource: "node"}:                                false,
+		{Verb: "get", Namespace: team, Name: "a"}:                                      true,
+		{Verb: "list", Namespace: team}:                                                true,
+		{Verb: "list"}:                                                                 false,
+		{Verb: "list", Namespace: other}:                                               false,
+		{Verb: "create", Namespace: team}:                                              false,
+		{Verb: "create", Subresource: "volumes", Namespace: team, Name: "a"}:           true,
+		{Verb: "delete", Subresource: "volumes", Namespace: team, Name: "a"}:           false,
+		{Verb: "create", Subresource: "exec", Namespace: team, Name: "mine"}:           true,
+		{Verb: "create", Subresource: "exec", Namespace: team, Name: "a"}:              false,
+		{Verb: "update", Subresource: "node"}:                                          false,
+		{Verb: "create", Resource: grpcapi.ResourceClaims, Namespace: team}:            true,
+		{Verb: "get", Resource: grpcapi.ResourceClaims, Namespace: team, Name: "a"}:    true,
+		{Verb: "delete", Resource: grpcapi.ResourceClaims, Namespace: team, Name: "a"}: false,
+		{Verb: "create", Resource: grpcapi.ResourceClaims, Namespace: other}:           false,
+		{Verb: "get", Resource: grpcapi.ResourceSets, Namespace: team, Name: "a"}:      false,
 	} {
 		tenant, err := strict.Authorize(t.Context(), caller, access)
 		if (err == nil) != want || err != nil && fault.ReasonOf(err) != fault.Forbidden {

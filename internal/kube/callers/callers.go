@@ -12,12 +12,14 @@ import (
 	authenticationv1 "k8s.io/api/authentication/v1"
 	authorizationv1 "k8s.io/api/authorization/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/runtime/schema"
 	authenticationclient "k8s.io/client-go/kubernetes/typed/authentication/v1"
 	authorizationclient "k8s.io/client-go/kubernetes/typed/authorization/v1"
 	corev1client "k8s.io/client-go/kubernetes/typed/core/v1"
 	corev1listers "k8s.io/client-go/listers/core/v1"
 	"k8s.io/utils/clock"
 
+	agentsv1alpha1 "github.com/flux-sandbox/flux-sandbox/api/agents/v1alpha1"
 	"github.com/flux-sandbox/flux-sandbox/api/sandbox/v1alpha1"
 	"github.com/flux-sandbox/flux-sandbox/internal/fault"
 	"github.com/flux-sandbox/flux-sandbox/internal/grpcapi"
@@ -150,12 +152,12 @@ func identityOf(user authenticationv1.UserInfo) grpcapi.Identity {
 // Authorize asks the API server, and returns the tenant of the namespace. Errors: ErrPermissionDenied, reason
 // FORBIDDEN; ErrUnavailable, reason AUTH_UNAVAILABLE; NAMESPACE_NOT_FOUND.
 func (c *Callers) Authorize(ctx context.Context, caller grpcapi.Identity, access grpcapi.Access) (string, error) {
+	of := resourceOf(access)
 	spec := authorizationv1.SubjectAccessReviewSpec{
 		User: caller.Name, UID: caller.UID, Groups: caller.Groups,
 		ResourceAttributes: &authorizationv1.ResourceAttributes{
 			Namespace: access.Namespace, Name: access.Name, Verb: access.Verb,
-			Group: v1alpha1.GroupVersion.Group, Version: v1alpha1.GroupVersion.Version,
-			Resource: "sandboxes", Subresource: access.Subresource,
+			Group: of.Group, Version: of.Version, Resource: of.Resource, Subresource: access.Subresource,
 		},
 	}
 	for k, v := range caller.Extra {
@@ -180,7 +182,7 @@ func (c *Callers) Authorize(ctx context.Context, caller grpcapi.Identity, access
 			}
 			return yes, nil
 		}
-		c.log.Info("access denied", "user", caller.Name, "verb", access.Verb, "subresource", access.Subresource, "namespace", access.Namespace,
+		c.log.Info("access denied", "user", caller.Name, "verb", access.Verb, "resource", of.Resource, "subresource", access.Subresource, "namespace", access.Namespace,
 			"name", access.Name, "why", review.Status.Reason, "evaluationError", review.Status.EvaluationError)
 		return answer[bool]{keep: keepDenied}, nil
 	})
@@ -196,9 +198,18 @@ func (c *Callers) Authorize(ctx context.Context, caller grpcapi.Identity, access
 	return c.tenant(ctx, access.Namespace)
 }
 
+// resourceOf is what a call is about, for the API server.
+func resourceOf(access grpcapi.Access) schema.GroupVersionResource {
+	if access.Resource != "" {
+		return agentsv1alpha1.GroupVersion.WithResource(access.Resource)
+	}
+	return v1alpha1.GroupVersion.WithResource("sandboxes")
+}
+
 // denied says who may not do what, and where.
 func denied(caller grpcapi.Identity, access grpcapi.Access) error {
-	resource := "sandboxes"
+	of := resourceOf(access)
+	resource := of.Resource
 	if access.Subresource != "" {
 		resource += "/" + access.Subresource
 	}
@@ -208,7 +219,7 @@ func denied(caller grpcapi.Identity, access grpcapi.Access) error {
 	}
 	where := "in all namespaces: name one, or get the right by a ClusterRoleBinding"
 	if access.Namespace != "" {
-		where = fmt.Sprintf("in namespace %q: a Role with that verb on %s.%s there gives the right", access.Namespace, resource, v1alpha1.GroupVersion.Group)
+		where = fmt.Sprintf("in namespace %q: a Role with that verb on %s.%s there gives the right", access.Namespace, resource, of.Group)
 	}
 	return fault.New(errdefs.ErrPermissionDenied, fault.Forbidden, "user %q may not %s %s", caller.Name, what, where)
 }

@@ -300,6 +300,7 @@ func TestWhatIsAllowed(t *testing.T) {
 	}{
 		"another verb":      {alice, grpcapi.Access{Verb: "delete", Subresource: "volumes", Namespace: "team", Name: "sb"}, `user "alice" may not delete sandboxes/volumes of "sb" in namespace "team"`},
 		"another namespace": {alice, grpcapi.Access{Verb: "create", Subresource: "volumes", Namespace: "other", Name: "sb"}, `in namespace "other"`},
+		"a claim":           {alice, grpcapi.Access{Verb: "create", Resource: grpcapi.ResourceClaims, Namespace: "team"}, `user "alice" may not create sandboxclaims in namespace "team": a Role with that verb on sandboxclaims.agents.kruise.io`},
 		"the sandbox":       {alice, grpcapi.Access{Verb: "create", Namespace: "team"}, `user "alice" may not create sandboxes in namespace "team": a Role with that verb on sandboxes.sandbox.flux.io`},
 		"everywhere":        {alice, grpcapi.Access{Verb: "watch"}, "in all namespaces: name one"},
 		"somebody else":     {grpcapi.Identity{Name: "mallory"}, add, `user "mallory"`},

@@ -10,8 +10,8 @@
 //
 // # What
 //
-// A SubjectAccessReview for sandboxes.sandbox.flux.io in the sandbox's namespace, so the same Roles that hold for
-// kubectl hold for gRPC:
+// A SubjectAccessReview in the sandbox's namespace, for sandboxes.sandbox.flux.io, or sandboxclaims and sandboxsets of
+// agents.kruise.io, so the same Roles that hold for kubectl hold for gRPC:
 //
 //	call                            verb                     resource
 //	Create, Get, List, Watch,       create, get, list,       sandboxes
@@ -20,6 +20,9 @@
 //	Exec                            create                   sandboxes/exec
 //	Logs                            get                      sandboxes/log
 //	images, Doctor                  update, in the cluster   sandboxes/node
+//	Create, Get, List,              create, get, list,       sandboxclaims
+//	DeleteSandboxClaim              delete
+//	Get, List, DeleteSandboxSet     get, list, delete        sandboxsets
 //
 // The three subresources do not exist as URLs: RBAC does not mind, and so a Role can allow volumes or exec without
 // allowing to change a Sandbox. Listing or watching all namespaces needs the right in all namespaces.

@@ -6,12 +6,16 @@
 package events
 
 import (
+	"errors"
+	"strings"
+
 	corev1 "k8s.io/api/core/v1"
 	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/client-go/kubernetes"
 	typedv1 "k8s.io/client-go/kubernetes/typed/core/v1"
 	"k8s.io/client-go/tools/record"
 
+	agentsv1alpha1 "github.com/flux-sandbox/flux-sandbox/api/agents/v1alpha1"
 	"github.com/flux-sandbox/flux-sandbox/api/sandbox/v1alpha1"
 )
 
@@ -24,7 +28,7 @@ type Recorder struct {
 // NewRecorder begins to send Events in the name of a component. Close ends it.
 func NewRecorder(client kubernetes.Interface, component string) (*Recorder, error) {
 	scheme := runtime.NewScheme()
-	if err := v1alpha1.AddToScheme(scheme); err != nil {
+	if err := errors.Join(v1alpha1.AddToScheme(scheme), agentsv1alpha1.AddToScheme(scheme)); err != nil {
 		return nil, err
 	}
 	b := record.NewBroadcaster()
@@ -37,10 +41,15 @@ const maxMessage = 1024
 
 // Event implements scheduler.EventRecorder.
 func (r *Recorder) Event(sandbox *v1alpha1.Sandbox, eventType, reason, message string) {
+	r.About(sandbox, eventType, reason, message)
+}
+
+// About is Event for any object of ours.
+func (r *Recorder) About(object runtime.Object, eventType, reason, message string) {
 	if len(message) > maxMessage {
-		message = message[:maxMessage-3] + "..."
+		message = strings.ToValidUTF8(message[:maxMessage-3], "") + "..."
 	}
-	r.recorder.Event(sandbox, eventType, reason, message)
+	r.recorder.Event(object, eventType, reason, message)
 }
 
 // Close ends the sending. What is still queued is lost.

@@ -2,12 +2,15 @@ package pods_test
 
 import (
 	"context"
+	"strings"
+	"sync"
 	"testing"
 	"time"
 
 	"github.com/containerd/errdefs"
 	corev1 "k8s.io/api/core/v1"
 	rbacv1 "k8s.io/api/rbac/v1"
+	"k8s.io/apimachinery/pkg/api/resource"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/client-go/kubernetes"
@@ -36,20 +39,24 @@ type real struct {
 
 const namespace = "pods-test"
 
+var install sync.Once
+
 func startReal(t *testing.T) *real {
 	t.Helper()
 	server := apiserver.Shared(t)
-	manifests.Apply(t, server.Config(), manifests.Objects(t, "config/crd/*.yaml")...)
 	r := &real{t: t, admin: kubernetes.NewForConfigOrDie(server.Config()), told: make(chan store.Key, 1000)}
-	for _, name := range []string{namespace, "flux-sandbox"} {
-		must(r.admin.CoreV1().Namespaces().Create(t.Context(), &corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: name}}, metav1.CreateOptions{}))
-	}
-	manifests.Apply(t, server.Config(), manifests.Objects(t, "config/kubernetes/rbac.yaml")...)
-	must(r.admin.RbacV1().ClusterRoleBindings().Create(t.Context(), &rbacv1.ClusterRoleBinding{
-		ObjectMeta: metav1.ObjectMeta{Name: "controller-of-a-test"},
-		RoleRef:    rbacv1.RoleRef{APIGroup: rbacv1.GroupName, Kind: "ClusterRole", Name: "flux-sandbox-controller"},
-		Subjects:   []rbacv1.Subject{{APIGroup: rbacv1.GroupName, Kind: "User", Name: "controller"}},
-	}, metav1.CreateOptions{}))
+	install.Do(func() {
+		manifests.Apply(t, server.Config(), manifests.Objects(t, "config/crd/*.yaml")...)
+		for _, name := range []string{namespace, "flux-sandbox"} {
+			must(r.admin.CoreV1().Namespaces().Create(t.Context(), &corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: name}}, metav1.CreateOptions{}))
+		}
+		manifests.Apply(t, server.Config(), manifests.Objects(t, "config/kubernetes/rbac.yaml")...)
+		must(r.admin.RbacV1().ClusterRoleBindings().Create(t.Context(), &rbacv1.ClusterRoleBinding{
+			ObjectMeta: metav1.ObjectMeta{Name: "controller-of-a-test"},
+			RoleRef:    rbacv1.RoleRef{APIGroup: rbacv1.GroupName, Kind: "ClusterRole", Name: "flux-sandbox-controller"},
+			Subjects:   []rbacv1.Subject{{APIGroup: rbacv1.GroupName, Kind: "User", Name: "controller"}},
+		}, metav1.CreateOptions{}))
+	})
 	var err error
 	if r.store, err = kube.Open(t.Context(), server.Config(), kube.Options{Lease: types.NamespacedName{Namespace: "flux-sandbox", Name: "flux-sandbox-controller"}}); err != nil {
 		t.Fatal(err)
@@ -197,6 +204,120 @@ func TestPodsOnARealAPIServer(t *testing.T) {
 	owner := metav1.GetControllerOf(must(ofNamespace.Get(t.Context(), "a", metav1.GetOptions{})))
 	if owner == nil || owner.UID != sb.UID || !ptr.Deref(owner.BlockOwnerDeletion, false) {
 		t.Errorf("owner %+v", owner)
+	}
+}
+
+// TestPodsAreUpdatedInPlace plays kubelet by hand.
+func TestPodsAreUpdatedInPlace(t *testing.T) {
+	r := startReal(t)
+	ofNamespace := r.admin.CoreV1().Pods(namespace)
+	list := func(cpu, memory string) corev1.ResourceList {
+		return corev1.ResourceList{corev1.ResourceCPU: resource.MustParse(cpu), corev1.ResourceMemory: resource.MustParse(memory)}
+	}
+	sb := r.sandbox("u", func(sb *v1alpha1.Sandbox) {
+		template(sb)
+		c := &sb.Spec.Template.Spec.Containers[0]
+		c.Resources.Limits = list("1", "64Mi")
+		sb.Spec.Template.Spec.Containers = append(sb.Spec.Template.Spec.Containers, corev1.Container{Name: "side", Image: "busybox"})
+	})
+	if err := r.pods.Create(t.Context(), sb); err != nil {
+		t.Fatal(err)
+	}
+	pod := r.get(sb, "made", there)
+	if pod.Outdated || pod.Updated || pod.Updating != "" {
+		t.Errorf("%+v", pod)
+	}
+	kubelet := func(ids ...string) {
+		live := must(ofNamespace.Get(t.Context(), "u", metav1.GetOptions{}))
+		live.Status.Phase, live.Status.ObservedGeneration, live.Status.ContainerStatuses = corev1.PodRunning, live.Generation, nil
+		for i, name := range []string{"main", "side"} {
+			live.Status.ContainerStatuses = append(live.Status.ContainerStatuses, corev1.ContainerStatus{Name: name, ContainerID: "containerd://" + ids[i], Resources: &corev1.ResourceRequirements{},
+				State: corev1.ContainerState{Running: &corev1.ContainerStateRunning{}}})
+		}
+		must(ofNamespace.UpdateStatus(t.Context(), live, metav1.UpdateOptions{}))
+	}
+	if err := ofNamespace.Bind(t.Context(), &corev1.Binding{ObjectMeta: metav1.ObjectMeta{Name: "u"}, Target: corev1.ObjectReference{Kind: "Node", Name: "n1"}}, metav1.CreateOptions{}); err != nil {
+		t.Fatal(err)
+	}
+	// The API server asks the node whether it can.
+	node := must(r.admin.CoreV1().Nodes().Create(t.Context(), &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: "n1"}}, metav1.CreateOptions{}))
+	node.Status.Capacity, node.Status.Allocatable = list("8", "8Gi"), list("8", "8Gi")
+	must(r.admin.CoreV1().Nodes().UpdateStatus(t.Context(), node, metav1.UpdateOptions{}))
+	kubelet("m1", "s1")
+	r.get(sb, "runs", func(p *scheduler.Pod) bool { return p != nil && p.Running })
+	change := func(alter func(*corev1.Container)) {
+		t.Helper()
+		var err error
+		if sb, err = r.store.Sandboxes().UpdateSpec(t.Context(), store.KeyOf(sb), store.Preconditions{}, func(o *v1alpha1.Sandbox) error {
+			alter(&o.Spec.Template.Spec.Containers[0])
+			return nil
+		}); err != nil {
+			t.Fatal(err)
+		}
+		if !r.get(sb, "there", there).Outdated {
+			t.Error("the Pod is up to date with a template that was changed")
+		}
+	}
+
+	change(func(c *corev1.Container) { c.Image, c.Resources.Limits = "alpine", list("2", "128Mi") })
+	if err := r.pods.Update(t.Context(), sb, pod.UID); err != nil {
+		t.Fatal(err)
+	}
+	r.get(sb, "kubelet has not seen it", func(p *scheduler.Pod) bool { return p.Updated && p.Updating == "NotSeen" && !p.Outdated })
+	live := must(ofNamespace.Get(t.Context(), "u", metav1.GetOptions{}))
+	main := live.Spec.Containers[0]
+	if live.UID != pod.UID || main.Image != "alpine" || live.Spec.Containers[1].Image != "busybox" || main.Resources.Limits.Cpu().String() != "2" ||
+		main.Resources.Requests.Cpu().String() != "2" || main.Resources.Limits.Memory().String() != "128Mi" {
+		t.Errorf("%+v", live.Spec.Containers)
+	}
+	kubelet("m1", "s1")
+	r.get(sb, "the old container runs", func(p *scheduler.Pod) bool { return p.Updating == "Restarting" })
+	kubelet("m2", "s1")
+	r.get(sb, "it is done", func(p *scheduler.Pod) bool { return p.Updated && p.Updating == "" && p.ContainerID == "m2" })
+	if err := r.pods.Update(t.Context(), sb, pod.UID); err != nil {
+		t.Errorf("again: %v", err)
+	}
+
+	// Resources alone restart nothing.
+	change(func(c *corev1.Container) { c.Resources.Limits = list("1", "128Mi") })
+	if err := r.pods.Update(t.Context(), sb, pod.UID); err != nil {
+		t.Fatal(err)
+	}
+	kubelet("m2", "s1")
+	r.get(sb, "it is done", func(p *scheduler.Pod) bool { return p.Updated && p.Updating == "" && !p.Outdated })
+
+	// What cannot be is refused in the API server's words, and goes on being outdated.
+	change(func(c *corev1.Container) { c.Resources.Requests = list("2", "128Mi") })
+	if err := r.pods.Update(t.Context(), sb, pod.UID); fault.ReasonOf(err) != fault.PodRefused || !strings.Contains(err.Error(), "must be less than or equal to cpu limit") {
+		t.Errorf("more requested than the limit: %v", err)
+	}
+	if !r.get(sb, "there", there).Outdated {
+		t.Error("it is up to date without having it")
+	}
+	// The Pod is taken away at once when its node is out of service, and not before. Another Pod's UID takes nothing away.
+	if err := r.pods.Kill(t.Context(), sb, "another"); err != nil {
+		t.Errorf("another Pod: %v", err)
+	}
+	if err := r.pods.Kill(t.Context(), sb, pod.UID); !errdefs.IsUnavailable(err) || !strings.Contains(err.Error(), "node n1 is there") {
+		t.Errorf("the Pod of a node that runs: %v", err)
+	}
+	if live := must(ofNamespace.Get(t.Context(), "u", metav1.GetOptions{})); live.DeletionTimestamp != nil {
+		t.Error("the Pod of a node that runs was deleted")
+	}
+	node = must(r.admin.CoreV1().Nodes().Get(t.Context(), "n1", metav1.GetOptions{}))
+	node.Spec.Taints = []corev1.Taint{{Key: corev1.TaintNodeOutOfService, Effect: corev1.TaintEffectNoExecute}}
+	must(r.admin.CoreV1().Nodes().Update(t.Context(), node, metav1.UpdateOptions{}))
+	if err := r.pods.Kill(t.Context(), sb, pod.UID); err != nil {
+		t.Fatal(err)
+	}
+	r.get(sb, "gone", absent)
+	if err := r.pods.Update(t.Context(), sb, "another"); err != nil {
+		t.Errorf("another Pod: %v", err)
+	}
+	foreign := &corev1.Pod{ObjectMeta: metav1.ObjectMeta{Name: "f"}, Spec: corev1.PodSpec{Containers: []corev1.Container{{Name: "main", Image: "busybox"}}}}
+	foreign = must(ofNamespace.Create(t.Context(), foreign, metav1.CreateOptions{}))
+	if err := r.pods.Update(t.Context(), r.sandbox("f", template), foreign.UID); !errdefs.IsPermissionDenied(err) {
+		t.Errorf("a Pod that is somebody else's: %v", err)
 	}
 }
 

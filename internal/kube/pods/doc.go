@@ -16,7 +16,13 @@
 //
 // # What is written
 //
-// Owned Pods are created and deleted, and that is all: with the sandbox as controller (blockOwnerDeletion), so that
-// Kubernetes' garbage collector takes what a crash left behind, and deleted with the UID as precondition. A Pod is never
-// updated, labelled or annotated, and one of podRef never deleted: nothing here can.
+// Owned Pods are created, with the claims of the sandbox's volumeClaimTemplates (package kube/claimtemplates) as volumes, and
+// deleted, at once where their node does not run any more: with the sandbox as controller (blockOwnerDeletion), so that
+// Kubernetes' garbage collector takes what a crash left behind, and deleted with the UID as precondition. A Pod of podRef is
+// never written to or deleted: nothing here can.
+//
+// When the images, CPU or memory of the template are changed, the sandbox's own Pod gets them in place (Update): resources by the
+// subresource resize, images by a patch, of which kubelet restarts the containers. Whether the Pod has what the template
+// says is told by an annotation with a hash, since admission may have made something else of image and resources; which
+// containers have to go, by another one.
 package pods

@@ -4,6 +4,7 @@ import (
 	"fmt"
 	"reflect"
 	"regexp"
+	"slices"
 	"strings"
 	"time"
 
@@ -23,6 +24,12 @@ type facts struct {
 	reason     string // why it has no node, why it ended, or why it does not come up
 	message    string
 	containers []container
+	// template is what it has of a template that can be changed, updating why it does not run with that yet.
+	template                  string
+	updated                   bool
+	updating, updatingMessage string
+	// disrupted: it ended, or is to end, for no reason of its own.
+	disrupted bool
 }
 
 // container is what is kept of one of a Pod's containers.
@@ -60,6 +67,12 @@ func factsOf(pod *corev1.Pod) *facts {
 	for i := range pod.Spec.Containers {
 		f.containers = append(f.containers, containerOf(pod, pod.Spec.Containers[i].Name))
 	}
+	f.template = pod.Annotations[v1alpha1.AnnotationTemplate]
+	_, f.updated = pod.Annotations[v1alpha1.AnnotationReplaces]
+	f.updating, f.updatingMessage = updating(pod)
+	f.disrupted = slices.ContainsFunc(pod.Status.Conditions, func(c corev1.PodCondition) bool {
+		return c.Type == corev1.DisruptionTarget && c.Status == corev1.ConditionTrue
+	})
 	f.reason, f.message = trouble(pod)
 	return f
 }
@@ -157,7 +170,12 @@ func (f *facts) ownedBy(sb *v1alpha1.Sandbox) bool {
 // view is the Pod of a sandbox.
 func (f *facts) view(sb *v1alpha1.Sandbox) *scheduler.Pod {
 	pod := &scheduler.Pod{
-		Name: f.Name, UID: f.UID, Node: f.node, Phase: f.phase, Reason: f.reason, Message: f.message, Deleting: f.DeletionTimestamp != nil,
+		Name: f.Name, UID: f.UID, Node: f.node, Phase: f.phase, Reason: f.reason, Message: f.message, Deleting: f.DeletionTimestamp != nil, Disrupted: f.disrupted,
+	}
+	if t := sb.Spec.Template; t != nil && f.template != "" {
+		pod.Outdated = f.template != changeable(t)
+		pod.Updated = f.updated && !pod.Outdated
+		pod.Updating, pod.UpdatingMessage = f.updating, f.updatingMessage
 	}
 	name := f.Annotations[v1alpha1.AnnotationContainer]
 	if ref := sb.Spec.PodRef; ref != nil && ref.Container != "" {

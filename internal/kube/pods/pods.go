@@ -20,6 +20,7 @@ import (
 
 	"github.com/flux-sandbox/flux-sandbox/api/sandbox/v1alpha1"
 	"github.com/flux-sandbox/flux-sandbox/internal/fault"
+	"github.com/flux-sandbox/flux-sandbox/internal/kube/reconcile"
 	"github.com/flux-sandbox/flux-sandbox/internal/scheduler"
 	"github.com/flux-sandbox/flux-sandbox/internal/store"
 )
@@ -146,17 +147,7 @@ func (p *Pods) tellUsers(pod store.Key) {
 
 // Follow implements scheduler.Pods. It is called once.
 func (p *Pods) Follow(ctx context.Context) iter.Seq[store.Key] {
-	return func(yield func(store.Key) bool) {
-		defer p.changed.ShutDown()
-		defer context.AfterFunc(ctx, p.changed.ShutDown)()
-		for {
-			key, over := p.changed.Get()
-			if over || ctx.Err() != nil || !yield(key) {
-				return
-			}
-			p.changed.Done(key)
-		}
-	}
+	return reconcile.Changes(ctx, p.changed)
 }
 
 // errNotRead says that a watch has not told yet what there is.

@@ -12,6 +12,7 @@ import (
 
 	"github.com/containerd/errdefs"
 	corev1 "k8s.io/api/core/v1"
+	"k8s.io/apimachinery/pkg/api/equality"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/apimachinery/pkg/types"
@@ -175,6 +176,45 @@ func TestAPodIsMadeFromTheTemplate(t *testing.T) {
 	}
 }
 
+// A claim that waits for its first consumer is bound by Kubernetes' scheduler alone, which does not see a Pod that has a node.
+func TestAPodWithClaimsIsLeftToTheScheduler(t *testing.T) {
+	c := start(t)
+	here := corev1.NodeSelectorRequirement{Key: metav1.ObjectNameField, Operator: corev1.NodeSelectorOpIn, Values: []string{"n1"}}
+	zone := corev1.NodeSelectorRequirement{Key: "zone", Operator: corev1.NodeSelectorOpExists}
+	for name, tc := range map[string]struct {
+		required *corev1.NodeSelector
+		want     []corev1.NodeSelectorTerm
+	}{
+		"alone": {nil, []corev1.NodeSelectorTerm{{MatchFields: []corev1.NodeSelectorRequirement{here}}}},
+		"beside": {&corev1.NodeSelector{NodeSelectorTerms: []corev1.NodeSelectorTerm{{MatchExpressions: []corev1.NodeSelectorRequirement{zone}}}},
+			[]corev1.NodeSelectorTerm{{MatchExpressions: []corev1.NodeSelectorRequirement{zone}, MatchFields: []corev1.NodeSelectorRequirement{here}}}},
+	} {
+		sb := owner(name, "sb-"+name)
+		sb.Spec.Template.Spec.NodeName = "n1"
+		if tc.required != nil {
+			sb.Spec.Template.Spec.Affinity = &corev1.Affinity{NodeAffinity: &corev1.NodeAffinity{RequiredDuringSchedulingIgnoredDuringExecution: tc.required}}
+		}
+		before := sb.DeepCopy()
+		sb.Spec.VolumeClaimTemplates = []corev1.PersistentVolumeClaim{{ObjectMeta: metav1.ObjectMeta{Name: "data"}}}
+		if err := c.pods.Create(t.Context(), sb); err != nil {
+			t.Fatal(err)
+		}
+		made := c.live(name)
+		if made.Spec.NodeName != "" || !equality.Semantic.DeepEqual(made.Spec.Affinity.NodeAffinity.RequiredDuringSchedulingIgnoredDuringExecution.NodeSelectorTerms, tc.want) {
+			t.Errorf("%s: node %q, affinity %+v", name, made.Spec.NodeName, made.Spec.Affinity)
+		}
+		if !equality.Semantic.DeepEqual(sb.Spec.Template, before.Spec.Template) {
+			t.Errorf("%s: the sandbox was changed", name)
+		}
+	}
+	// Without claims the template has the last word.
+	sb := owner("plain", "sb-plain")
+	sb.Spec.Template.Spec.NodeName = "n1"
+	if err := c.pods.Create(t.Context(), sb); err != nil || c.live("plain").Spec.NodeName != "n1" {
+		t.Errorf("%v, node %q", err, c.live("plain").Spec.NodeName)
+	}
+}
+
 func TestAPodOfSomebodyElseIsNeverTakenForOurs(t *testing.T) {
 	labelled := foreign("b", "p-2")
 	labelled.Labels = map[string]string{v1alpha1.LabelSandbox: "b"}
@@ -323,7 +363,8 @@ func TestWhyAPodDoesNotRun(t *testing.T) {
 		{name: "ended", node: "n1", status: corev1.PodStatus{Phase: corev1.PodFailed, ContainerStatuses: main(corev1.ContainerState{
 			Terminated: &corev1.ContainerStateTerminated{Reason: "OOMKilled", ExitCode: 137}})},
 			reason: "OOMKilled", message: "container main ended with exit code 137"},
-		{name: "evicted", node: "n1", status: corev1.PodStatus{Phase: corev1.PodFailed, Reason: "Evicted", Message: "low on memory"}, reason: "Evicted", message: "low on memory"},
+		{name: "evicted", node: "n1", status: corev1.PodStatus{Phase: corev1.PodFailed, Reason: "Evicted", Message: "low on memory",
+			Conditions: []corev1.PodCondition{{Type: corev1.DisruptionTarget, Status: corev1.ConditionTrue, Reason: "TerminationByKubelet"}}}, reason: "Evicted", message: "low on memory"},
 		{name: "no word", node: "n1", status: corev1.PodStatus{Phase: corev1.PodFailed, Reason: "not a word", Message: strings.Repeat("é", 2000)},
 			message: strings.Repeat("é", 510) + "..."},
 	} {
@@ -331,7 +372,7 @@ func TestWhyAPodDoesNotRun(t *testing.T) {
 			pod := foreign("web-0", "p-1")
 			pod.Spec.NodeName, pod.Status = tc.node, tc.status
 			got := start(t, pod).get(adopter("a", "sb-a", "web-0"), "there", there)
-			if got.Reason != tc.reason || got.Message != tc.message || got.Running {
+			if got.Reason != tc.reason || got.Message != tc.message || got.Running || got.Disrupted != (tc.name == "evicted") {
 				t.Errorf("%q %q", got.Reason, got.Message)
 			}
 		})

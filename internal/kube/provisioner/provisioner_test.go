@@ -5,13 +5,17 @@ import (
 	"testing"
 
 	"github.com/container-storage-interface/spec/lib/go/csi"
+	"github.com/containerd/errdefs"
 	"github.com/prometheus/client_golang/prometheus"
 	corev1 "k8s.io/api/core/v1"
+	storagev1 "k8s.io/api/storage/v1"
+	"k8s.io/apimachinery/pkg/api/resource"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/client-go/kubernetes/fake"
 	"sigs.k8s.io/sig-storage-lib-external-provisioner/v11/controller"
 
 	"github.com/flux-sandbox/flux-sandbox/internal/csidriver"
+	"github.com/flux-sandbox/flux-sandbox/internal/fault"
 )
 
 // noDriver panics when it is called.
@@ -91,5 +95,30 @@ func TestUnclaimedVolumesAreCounted(t *testing.T) {
 	}
 	if n := p.Unclaimed([]string{"handle", "left"}); n != 1 {
 		t.Errorf("%d are unclaimed, want 1", n)
+	}
+}
+
+// A quantity may be more than a number of bytes holds: cut off, it would be a volume of some other size, for which no claim waits.
+func TestNoVolumeIsMadeOfAnImpossibleSize(t *testing.T) {
+	p := open(t)
+	claim := func(request, limit string) *corev1.PersistentVolumeClaim {
+		c := &corev1.PersistentVolumeClaim{ObjectMeta: metav1.ObjectMeta{Annotations: map[string]string{selectedNode: "a"}}}
+		c.Spec.AccessModes = []corev1.PersistentVolumeAccessMode{corev1.ReadWriteOnce}
+		c.Spec.Resources.Requests = corev1.ResourceList{corev1.ResourceStorage: resource.MustParse(request)}
+		if limit != "" {
+			c.Spec.Resources.Limits = corev1.ResourceList{corev1.ResourceStorage: resource.MustParse(limit)}
+		}
+		return c
+	}
+	node := &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: "a"}}
+	for _, c := range []*corev1.PersistentVolumeClaim{claim("1e30", ""), claim("9223372036854775808", ""), claim("1Gi", "1e25")} {
+		_, _, err := p.Provision(t.Context(), controller.ProvisionOptions{PVC: c, SelectedNode: node, StorageClass: &storagev1.StorageClass{}})
+		if fault.ReasonOf(err) != fault.InvalidSize || !errdefs.IsOutOfRange(err) {
+			t.Errorf("%v: %v", c.Spec.Resources, err)
+		}
+	}
+	r, err := p.request(controller.ProvisionOptions{PVC: claim("1Gi", "2Gi"), SelectedNode: node, StorageClass: &storagev1.StorageClass{}})
+	if size := r.GetCapacityRange(); err != nil || size.GetRequiredBytes() != 1<<30 || size.GetLimitBytes() != 2<<30 {
+		t.Errorf("%v, %v", size, err)
 	}
 }

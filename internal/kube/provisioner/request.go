@@ -2,6 +2,7 @@ package provisioner
 
 import (
 	"maps"
+	"math"
 	"slices"
 	"strings"
 
@@ -79,9 +80,13 @@ func (p *Provisioner) request(o controller.ProvisionOptions) (*csi.CreateVolumeR
 	}
 	parameters := maps.Clone(o.StorageClass.Parameters)
 	maps.DeleteFunc(parameters, func(key, _ string) bool { return strings.HasPrefix(key, parameterPrefix) })
-	size := &csi.CapacityRange{RequiredBytes: o.PVC.Spec.Resources.Requests.Storage().Value()}
-	if limit, ok := o.PVC.Spec.Resources.Limits[corev1.ResourceStorage]; ok {
-		size.LimitBytes = limit.Value()
+	size := &csi.CapacityRange{}
+	var err error
+	if size.RequiredBytes, err = bytesOf(o.PVC.Spec.Resources.Requests); err != nil {
+		return nil, err
+	}
+	if size.LimitBytes, err = bytesOf(o.PVC.Spec.Resources.Limits); err != nil {
+		return nil, err
 	}
 	request := &csi.CreateVolumeRequest{
 		Name: o.PVName, CapacityRange: size, Parameters: parameters,
@@ -95,6 +100,15 @@ func (p *Provisioner) request(o controller.ProvisionOptions) (*csi.CreateVolumeR
 		})
 	}
 	return request, nil
+}
+
+// bytesOf is how much storage is named, zero for none. What an int64 cannot hold would come out of a quantity as any number.
+func bytesOf(list corev1.ResourceList) (int64, error) {
+	q := list[corev1.ResourceStorage]
+	if q.CmpInt64(math.MaxInt64) > 0 {
+		return 0, fault.New(errdefs.ErrOutOfRange, fault.InvalidSize, "%s bytes is more than any volume has: ask for less", q.String())
+	}
+	return q.Value(), nil
 }
 
 func filesystem(class *storagev1.StorageClass) string {

@@ -14,28 +14,46 @@ import (
 // LabelShared, with the value "true" on a claim or PersistentVolume, lets others than its tenant use it read-only.
 const LabelShared = "sandbox.flux.io/shared"
 
-// allowed checks that the sandbox may use the volume, and in that mode.
-func (f *found) allowed(w scheduler.Wish) error {
+// allowed checks that the sandbox may use the volume, and in that mode. anchored says that there are anchors.
+func (f *found) allowed(w scheduler.Wish, anchored bool) error {
 	tenant, readOnly := w.Sandbox.Spec.TenantID, w.Volume.Mode == v1alpha1.VolumeModeReadOnly
 	if f.claim != nil {
 		about := "claim " + f.claim.Namespace + "/" + f.claim.Name
 		if err := serves(about, f.claim.Labels, tenant, readOnly); err != nil {
 			return err
 		}
-		if err := permits(about, f.claim.Spec.AccessModes, readOnly); err != nil {
+		if err := permits(about, f.claim.Spec.AccessModes, readOnly, anchored); err != nil {
 			return err
 		}
+	}
+	if f.pv == nil {
+		return nil
 	}
 	about := "PersistentVolume " + f.pv.Name
 	if err := serves(about, f.pv.Labels, tenant, readOnly); err != nil {
 		return err
 	}
-	return permits(about, f.pv.Spec.AccessModes, readOnly)
+	if f.claim == nil && f.pv.Labels[LabelShared] == "true" && !readOnly && !f.ofTenant(tenant) {
+		return fault.New(errdefs.ErrPermissionDenied, fault.ModeDenied, "%s is shared read-only (label %s): ask for mode ro, or let the operator label it with its tenant", about, LabelShared)
+	}
+	return permits(about, f.pv.Spec.AccessModes, readOnly, anchored)
+}
+
+// meantFor says whether a PersistentVolume that no claim has is known to be for the sandbox all the same, by its labels. Any
+// other has to be its namespace's first: who comes next would have the same data.
+func (f *found) meantFor(w scheduler.Wish) bool {
+	return f.ofTenant(w.Sandbox.Spec.TenantID) || f.pv.Labels[LabelShared] == "true"
+}
+
+// ofTenant says whether a PersistentVolume is labelled with a tenant.
+func (f *found) ofTenant(tenant string) bool {
+	return tenant != "" && f.pv.Labels[v1alpha1.LabelTenantID] == tenant
 }
 
 // permits is the rule of the access modes (see the package comment).
-func permits(what string, modes []corev1.PersistentVolumeAccessMode, readOnly bool) error {
+func permits(what string, modes []corev1.PersistentVolumeAccessMode, readOnly, anchored bool) error {
 	switch {
+	case slices.Contains(modes, corev1.ReadWriteOncePod) && anchored:
 	case slices.Contains(modes, corev1.ReadWriteOncePod):
 		return fault.New(errdefs.ErrFailedPrecondition, fault.VolumeTypeOff,
 			"%s has access mode ReadWriteOncePod, which is for one Pod alone, and nothing keeps Pods and sandboxes apart in this version: use a claim with ReadWriteOnce, or mount it in a Pod", what)

@@ -4,6 +4,7 @@ import (
 	"context"
 	"net/http"
 	"slices"
+	"strconv"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -37,10 +38,17 @@ type real struct {
 	patches atomic.Int64
 }
 
-var setUp sync.Once
+var (
+	setUp sync.Once
+	// started counts the starts by namespace: the API server goes on when the tests are run again.
+	started = map[string]int{}
+)
 
 func startReal(t *testing.T, namespace string) *real {
 	t.Helper()
+	if started[namespace]++; started[namespace] > 1 {
+		namespace += "-" + strconv.Itoa(started[namespace])
+	}
 	r := &real{t: t, server: apiserver.Shared(t), namespace: namespace}
 	r.admin = kubernetes.NewForConfigOrDie(r.server.Config())
 	r.namespaced(namespace)
@@ -212,11 +220,11 @@ func TestAClaimStaysWhileItIsInUse(t *testing.T) {
 	if _, err := v.Resolve(t.Context(), w, "n1"); err != nil {
 		t.Error(err)
 	}
-	r.delete(ref)
 	r.others(ref)
+	r.delete(ref) // last: once that is known all is, and letting go meets no conflict
 	eventually(t, "a new attach is refused", func() bool {
 		_, err := v.Resolve(t.Context(), w, "n1")
-		return fault.ReasonOf(err) == fault.ClaimNotFound && strings.Contains(err.Error(), "claim in-use/data is being deleted, and goes when the last sandbox that uses it has detached it")
+		return fault.ReasonOf(err) == fault.ClaimNotFound && strings.Contains(err.Error(), "claim "+r.namespace+"/data is being deleted, and goes when the last sandbox that uses it has detached it")
 	})
 	r.must(v.LetGo(t.Context(), ref, inUse))
 	if o := r.meta(ref); o == nil || o.GetDeletionTimestamp() == nil || !v.IsHeld(ref) {
@@ -233,12 +241,37 @@ func TestAClaimStaysWhileItIsInUse(t *testing.T) {
 	}
 }
 
+// A leader lets a claim go, and when that comes another leads, for whom it is in use, and the claim's deletion has been asked
+// for: it would be gone.
+func TestALateEndOfAHoldIsNone(t *testing.T) {
+	r := startReal(t, "late-end")
+	ref, _ := r.claim("data")
+	v, _ := r.volumes()
+	r.must(v.Hold(t.Context(), ref))
+	asked := 0
+	r.must(v.LetGo(t.Context(), ref, func() bool {
+		if asked++; asked > 1 {
+			return false // whoever looks now knows better
+		}
+		r.delete(ref)
+		return true
+	}))
+	if asked != 2 || !slices.Contains(r.finalizers(ref), v1alpha1.FinalizerInUse) {
+		t.Errorf("asked %d times; finalizers %v", asked, r.finalizers(ref))
+	}
+	r.must(v.LetGo(t.Context(), ref, nobody))
+	if slices.Contains(r.finalizers(ref), v1alpha1.FinalizerInUse) {
+		t.Error("still held, by nobody")
+	}
+	r.others(ref)
+}
+
 // What others put on an object stays on it, whenever they do.
 func TestOthersFinalizersStay(t *testing.T) {
 	r := startReal(t, "others")
 	claim, _ := r.claim("data")
 	v, _ := r.volumes()
-	for _, ref := range []scheduler.VolumeRef{claim, r.volume("free", nil)} {
+	for _, ref := range []scheduler.VolumeRef{claim, r.volume(r.namespace+"-free", nil)} {
 		eventually(t, "it is known", func() bool { return v.Hold(t.Context(), ref) == nil })
 		held := r.finalizers(ref)
 		if !slices.Contains(held, v1alpha1.FinalizerInUse) {
@@ -266,7 +299,8 @@ func TestOthersFinalizersStay(t *testing.T) {
 			t.Errorf("%v is not held", ref)
 		}
 	}
-	if n := r.patches.Load(); n != 6 {
+	// Twice it may have been refused first, as the watch had not told of the others' patch.
+	if n := r.patches.Load(); n < 6 || n > 8 {
 		t.Errorf("%d patches", n)
 	}
 	// Another process finds them.
@@ -274,7 +308,7 @@ func TestOthersFinalizersStay(t *testing.T) {
 	if held := next.Held(); len(held) != 2 || !slices.Contains(held, claim) {
 		t.Errorf("held: %v", held)
 	}
-	if other, key := next.About(claim); other.Source != "others-data" || other.Type != v1alpha1.VolumeTypePV || key == "" {
+	if other, key := next.About(claim); other.Source != r.namespace+"-data" || other.Type != v1alpha1.VolumeTypePV || key == "" {
 		t.Errorf("about %v: %v, %q", claim, other, key)
 	} else if back, same := next.About(other); back != claim || same != key {
 		t.Errorf("about %v: %v, %q", other, back, same)

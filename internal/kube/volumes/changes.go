@@ -9,30 +9,32 @@ import (
 	"k8s.io/client-go/util/workqueue"
 
 	"github.com/flux-sandbox/flux-sandbox/api/sandbox/v1alpha1"
+	"github.com/flux-sandbox/flux-sandbox/internal/kube/reconcile"
 	"github.com/flux-sandbox/flux-sandbox/internal/scheduler"
 )
 
 // Changes implements scheduler.Resolver.
 func (v *Volumes) Changes(ctx context.Context) iter.Seq[scheduler.VolumeRef] {
 	return func(yield func(scheduler.VolumeRef) bool) {
-		changed := workqueue.NewTyped[scheduler.VolumeRef]()
-		defer changed.ShutDown()
-		defer context.AfterFunc(ctx, changed.ShutDown)()
+		changed, stop := v.follow(ctx)
+		defer stop()
+		reconcile.Changes(ctx, changed)(yield)
+	}
+}
+
+// follow is a queue of what changes from now on, until stop is called or ctx ends.
+func (v *Volumes) follow(ctx context.Context) (changed workqueue.TypedInterface[scheduler.VolumeRef], stop func()) {
+	changed = workqueue.NewTyped[scheduler.VolumeRef]()
+	ended := context.AfterFunc(ctx, changed.ShutDown)
+	v.mu.Lock()
+	v.followers[changed] = struct{}{}
+	v.mu.Unlock()
+	return changed, func() {
+		ended()
+		changed.ShutDown()
 		v.mu.Lock()
-		v.followers[changed] = struct{}{}
-		v.mu.Unlock()
-		defer func() {
-			v.mu.Lock()
-			delete(v.followers, changed)
-			v.mu.Unlock()
-		}()
-		for {
-			ref, over := changed.Get()
-			if over || ctx.Err() != nil || !yield(ref) {
-				return
-			}
-			changed.Done(ref)
-		}
+		defer v.mu.Unlock()
+		delete(v.followers, changed)
 	}
 }
 
@@ -73,8 +75,24 @@ func (v *Volumes) changed(o any) {
 		v.seen(ref, o, false)
 	}
 	v.mu.Lock()
-	defer v.mu.Unlock()
 	delete(v.asked, refs[0])
+	v.mu.Unlock()
+	v.tell(refs...)
+}
+
+// anchorChanged tells the followers of a claim of whose anchors something changed.
+func (v *Volumes) anchorChanged(namespace, claim string) {
+	ref := claimRef(namespace, claim)
+	refs := []scheduler.VolumeRef{ref}
+	if other, _ := v.About(ref); other != (scheduler.VolumeRef{}) {
+		refs = append(refs, other)
+	}
+	v.tell(refs...)
+}
+
+func (v *Volumes) tell(refs ...scheduler.VolumeRef) {
+	v.mu.Lock()
+	defer v.mu.Unlock()
 	for changed := range v.followers {
 		for _, ref := range refs {
 			changed.Add(ref)

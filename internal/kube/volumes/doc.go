@@ -3,19 +3,26 @@
 //
 // A PersistentVolume of type local or hostPath is a path, and it vouches for that path on the node in place of the agent's
 // own configuration. One of a CSI driver that the operator lists (Options.DirectDrivers) is published by the node's agent,
-// with what the PersistentVolume says of it. All others are refused by name.
+// with what the PersistentVolume says of it, unless its volumes have to be attached to nodes (attachRequired in its CSIDriver,
+// which is watched): that is done for Pods only. All others are mounted by kubelet for a Pod of ours on the sandbox's node (package
+// kube/anchors), from where the agent has them; so are those of one Pod alone (ReadWriteOncePod), and those whose claim or
+// StorageClass asks for it.
+// Without anchors (Options.Anchors) these are refused by name.
 //
 // # Who may use what
 //
-// A claim is one of the sandbox's namespace, and must be bound; the volume must say the same (claimRef, with its UID):
+// A claim is one of the sandbox's namespace, and must be bound, or wait for its first consumer, which an anchor is then; the volume must say the same (claimRef, with its UID):
 // everybody may write a volume's name into a claim. A PersistentVolume that is named itself must be free or bound to a
-// claim of the sandbox's namespace, to which all that is said here of claims then applies. A label
+// claim of the sandbox's namespace, to which all that is said here of claims then applies. One that is free gets a claim in
+// that namespace first: that is Kubernetes' own way of giving a volume to one namespace alone. We never delete it once it is bound;
+// one that another was faster than is withdrawn, and the sandbox refused. Only
+// where kubelet does not have to mount it and a label says that it is the sandbox's tenant's, or shared, it is used as it is. A label
 // sandbox.flux.io/tenant-id on either serves that tenant only; with sandbox.flux.io/shared: "true" it serves all others
 // read-only. What is not labelled belongs to the namespace, which decides the tenant (design, ruling 16).
 //
 // rw needs ReadWriteOnce or ReadWriteMany. ReadWriteOnce is one node, which the node affinity of a local volume is as well;
-// a hostPath volume without one has no data that two nodes could share. ReadWriteOncePod is refused: only kubelet can keep
-// Pods away from a volume.
+// a hostPath volume without one has no data that two nodes could share. ReadWriteOncePod is one sandbox's, for which an
+// anchor is the one Pod: only kubelet can keep others away from a volume.
 //
 // # Secrets
 //

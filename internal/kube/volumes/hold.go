@@ -15,12 +15,24 @@ import (
 	"k8s.io/apimachinery/pkg/util/resourceversion"
 
 	"github.com/flux-sandbox/flux-sandbox/api/sandbox/v1alpha1"
+	"github.com/flux-sandbox/flux-sandbox/internal/failpoint"
 	"github.com/flux-sandbox/flux-sandbox/internal/fault"
 	"github.com/flux-sandbox/flux-sandbox/internal/scheduler"
 	"github.com/flux-sandbox/flux-sandbox/internal/store"
 )
 
 var _ scheduler.Keeper = (*Volumes)(nil)
+
+// The steps before and after the writes: of holding a volume, and of claiming one.
+const (
+	stepHold  = "hold"
+	stepLetGo = "let-go"
+	stepClaim = "claim"
+	// of withdrawing a claim
+	stepWithdraw = "withdraw"
+)
+
+var steps = failpoint.Steps("volume", []string{stepHold, stepLetGo, stepClaim, stepWithdraw})
 
 // ownPatch is our last patch of an object, which counts until the watch has told of it.
 type ownPatch struct {
@@ -46,7 +58,7 @@ func (v *Volumes) Hold(ctx context.Context, ref scheduler.VolumeRef) error {
 	if o.GetDeletionTimestamp() != nil {
 		return beingDeleted(ref)
 	}
-	err = v.patch(ctx, ref, o.GetUID(), true)
+	err = v.patch(ctx, ref, o, true)
 	switch {
 	case apierrors.IsNotFound(err):
 		return missing(ref)
@@ -67,18 +79,39 @@ func (v *Volumes) LetGo(ctx context.Context, ref scheduler.VolumeRef, unused fun
 	}
 	defer release()
 	o, err := v.object(ctx, ref, false)
-	switch {
-	case errdefs.IsNotFound(err):
-		return nil
-	case err != nil:
-		return err
-	case !v.held(ref, o) || !unused():
-		return nil
+	for {
+		switch {
+		case errdefs.IsNotFound(err):
+			return nil
+		case err != nil:
+			return err
+		case !v.held(ref, o) || !unused():
+			return nil
+		}
+		// Only as we know it: that somebody asked for its deletion meanwhile may have come with another leader, for whom it is in
+		// use, and this would be the end of it.
+		if err = v.patch(ctx, ref, o, false); apierrors.IsNotFound(err) || apierrors.IsInvalid(err) {
+			return nil // it is gone; what has its name now was not held
+		} else if !apierrors.IsConflict(err) {
+			return unanswered(ctx, err, "write", name(ref))
+		}
+		if o, err = v.fresh(ctx, ref); err == nil && !slices.Contains(o.GetFinalizers(), v1alpha1.FinalizerInUse) {
+			return nil
+		}
 	}
-	if err = v.patch(ctx, ref, o.GetUID(), false); apierrors.IsNotFound(err) || apierrors.IsInvalid(err) || apierrors.IsConflict(err) {
-		return nil // it is gone; what has its name now was not held
+}
+
+// fresh asks the API server for a claim or PersistentVolume.
+func (v *Volumes) fresh(ctx context.Context, ref scheduler.VolumeRef) (o metav1.Object, err error) {
+	if ref.Type == v1alpha1.VolumeTypePVC {
+		o, err = v.client.CoreV1().PersistentVolumeClaims(ref.Namespace).Get(ctx, ref.Source, metav1.GetOptions{})
+	} else {
+		o, err = v.client.CoreV1().PersistentVolumes().Get(ctx, ref.Source, metav1.GetOptions{})
 	}
-	return unanswered(ctx, err, "write", name(ref))
+	if apierrors.IsNotFound(err) {
+		return nil, missing(ref)
+	}
+	return o, unanswered(ctx, err, "read", name(ref))
 }
 
 // IsHeld implements scheduler.Keeper.
@@ -96,6 +129,19 @@ func (v *Volumes) Held() []scheduler.VolumeRef {
 			refs = append(refs, ref)
 		}
 	}
+	if v.options.Anchors != nil {
+		// Should somebody have taken the finalizer away, its anchors go all the same.
+		known := make(map[scheduler.VolumeRef]bool, len(refs))
+		for _, ref := range refs {
+			known[ref] = true
+		}
+		for _, c := range v.options.Anchors.Claims() {
+			if ref := claimRef(c.Namespace, c.Name); !known[ref] {
+				known[ref] = true
+				refs = append(refs, ref)
+			}
+		}
+	}
 	volumes, _ := v.volumes.List(labels.Everything())
 	for _, pv := range volumes {
 		if ref := volumeRef(pv.Name); v.held(ref, pv) {
@@ -108,9 +154,10 @@ func (v *Volumes) Held() []scheduler.VolumeRef {
 // About implements scheduler.Keeper.
 func (v *Volumes) About(ref scheduler.VolumeRef) (other scheduler.VolumeRef, volumeKey string) {
 	pvName := ref.Source
+	var claim *corev1.PersistentVolumeClaim
 	if ref.Type == v1alpha1.VolumeTypePVC {
-		claim, err := v.claims.PersistentVolumeClaims(ref.Namespace).Get(ref.Source)
-		if err != nil || claim.Spec.VolumeName == "" {
+		var err error
+		if claim, err = v.claims.PersistentVolumeClaims(ref.Namespace).Get(ref.Source); err != nil || claim.Spec.VolumeName == "" {
 			return scheduler.VolumeRef{}, ""
 		}
 		pvName = claim.Spec.VolumeName
@@ -122,8 +169,9 @@ func (v *Volumes) About(ref scheduler.VolumeRef) (other scheduler.VolumeRef, vol
 	}
 	if c := pv.Spec.ClaimRef; c != nil && ref.Type == v1alpha1.VolumeTypePV {
 		other = claimRef(c.Namespace, c.Name)
+		claim, _ = v.claims.PersistentVolumeClaims(c.Namespace).Get(c.Name)
 	}
-	return other, keyOf(pv)
+	return other, v.keyOf(claim, pv)
 }
 
 // object is a claim or PersistentVolume. ask says whether the API server may be asked.
@@ -144,6 +192,16 @@ func (v *Volumes) held(ref scheduler.VolumeRef, o metav1.Object) bool {
 	return slices.Contains(o.GetFinalizers(), v1alpha1.FinalizerInUse)
 }
 
+// versionOf is the resourceVersion of an object as it is known: by our own last patch, where that is newer.
+func (v *Volumes) versionOf(ref scheduler.VolumeRef, o metav1.Object) string {
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	if own, ok := v.own[ref]; ok && own.uid == o.GetUID() && older(o.GetResourceVersion(), own.version) {
+		return own.version
+	}
+	return o.GetResourceVersion()
+}
+
 // seen forgets our last patch of an object once the watch has told of it, or that the object is gone.
 func (v *Volumes) seen(ref scheduler.VolumeRef, o metav1.Object, gone bool) {
 	v.mu.Lock()
@@ -160,22 +218,33 @@ func older(a, b string) bool {
 
 // patch puts our finalizer on an object, or takes it away, and touches no other. A strategic merge takes the list for a
 // set, so that a patch that is repeated changes nothing; the UID makes it one of that object and of no later one of its name.
-func (v *Volumes) patch(ctx context.Context, ref scheduler.VolumeRef, uid types.UID, hold bool) error {
-	key := "$deleteFromPrimitiveList/finalizers"
+// What takes it away holds for the object as it is known alone (resourceVersion).
+func (v *Volumes) patch(ctx context.Context, ref scheduler.VolumeRef, known metav1.Object, hold bool) error {
+	uid := known.GetUID()
+	change := map[string]any{"uid": uid}
 	if hold {
-		key = "finalizers"
+		change["finalizers"] = []string{v1alpha1.FinalizerInUse}
+	} else {
+		change["$deleteFromPrimitiveList/finalizers"] = []string{v1alpha1.FinalizerInUse}
+		change["resourceVersion"] = v.versionOf(ref, known)
 	}
-	data, err := json.Marshal(map[string]any{"metadata": map[string]any{"uid": uid, key: []string{v1alpha1.FinalizerInUse}}})
+	data, err := json.Marshal(map[string]any{"metadata": change})
 	if err != nil {
 		return err
 	}
-	var o metav1.Object
-	if ref.Type == v1alpha1.VolumeTypePVC {
-		o, err = v.client.CoreV1().PersistentVolumeClaims(ref.Namespace).Patch(ctx, ref.Source, types.StrategicMergePatchType, data, metav1.PatchOptions{})
-	} else {
-		o, err = v.client.CoreV1().PersistentVolumes().Patch(ctx, ref.Source, types.StrategicMergePatchType, data, metav1.PatchOptions{})
+	step := stepHold
+	if !hold {
+		step = stepLetGo
 	}
-	if err != nil {
+	var o metav1.Object
+	if err := failpoint.Step(steps, step, func() (err error) {
+		if ref.Type == v1alpha1.VolumeTypePVC {
+			o, err = v.client.CoreV1().PersistentVolumeClaims(ref.Namespace).Patch(ctx, ref.Source, types.StrategicMergePatchType, data, metav1.PatchOptions{})
+		} else {
+			o, err = v.client.CoreV1().PersistentVolumes().Patch(ctx, ref.Source, types.StrategicMergePatchType, data, metav1.PatchOptions{})
+		}
+		return err
+	}); err != nil {
 		return err
 	}
 	v.mu.Lock()

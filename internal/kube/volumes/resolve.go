@@ -15,6 +15,8 @@ import (
 type found struct {
 	claim *corev1.PersistentVolumeClaim // nil for a PersistentVolume that no claim has
 	pv    *corev1.PersistentVolume
+	// unbound says that the claim waits for its first consumer, which an anchor can be: there is no pv.
+	unbound bool
 }
 
 // Locate implements scheduler.Resolver.
@@ -23,28 +25,44 @@ func (v *Volumes) Locate(w scheduler.Wish) (scheduler.Location, error) {
 	if err != nil {
 		return scheduler.Location{}, err
 	}
-	return f.location(w.TopologyKey), nil
+	return v.location(f, w.TopologyKey), nil
 }
 
 // Resolve implements scheduler.Resolver.
-func (v *Volumes) Resolve(ctx context.Context, w scheduler.Wish, _ string) (*scheduler.ResolvedVolume, error) {
+func (v *Volumes) Resolve(ctx context.Context, w scheduler.Wish, node string) (*scheduler.ResolvedVolume, error) {
 	f, err := v.find(ctx, w, true)
+	if err == nil && f.unbound {
+		f, err = v.bind(ctx, f, w, node)
+	}
 	if err != nil {
 		return nil, err
 	}
-	path, setSource, err := v.source(ctx, f)
-	if err != nil {
-		return nil, err
+	if f.claim == nil && (v.byAnchor(nil, f.pv) != "" || !f.meantFor(w)) {
+		if f, err = v.claimFor(ctx, f, w); err != nil {
+			return nil, err
+		}
 	}
-	r := &scheduler.ResolvedVolume{Location: f.location(w.TopologyKey), PVName: f.pv.Name, Path: path, SetSource: setSource}
+	r := &scheduler.ResolvedVolume{Location: v.location(f, w.TopologyKey), PVName: f.pv.Name}
 	if f.claim != nil {
 		r.PVCName = f.claim.Name
+	}
+	if why := v.byAnchor(f.claim, f.pv); why != "" {
+		r.Path, r.PathReason = v1alpha1.VolumePathAnchor, why
+		r.SetSource, r.Unusable, err = v.anchored(ctx, f, w, node)
+	} else {
+		r.Path, r.SetSource, err = v.source(ctx, f)
+	}
+	if err != nil {
+		return nil, err
 	}
 	return r, nil
 }
 
-func (f *found) location(topologyKey string) scheduler.Location {
-	return scheduler.Location{Domains: domains(f.pv, topologyKey), VolumeKey: keyOf(f.pv), Reach: reach(f.pv)}
+func (v *Volumes) location(f *found, topologyKey string) scheduler.Location {
+	if f.pv == nil {
+		return scheduler.Location{} // it comes to be where its first user is
+	}
+	return scheduler.Location{Domains: domains(f.pv, topologyKey), VolumeKey: v.keyOf(f.claim, f.pv), Reach: reach(f.pv)}
 }
 
 // find is the volume that is wished for, or why there is none. ask says whether the API server may be asked.
@@ -62,13 +80,18 @@ func (v *Volumes) find(ctx context.Context, w scheduler.Wish, ask bool) (f *foun
 	if err != nil {
 		return nil, err
 	}
+	return f, v.check(f, w)
+}
+
+// check refuses a volume that the sandbox cannot use as it wishes.
+func (v *Volumes) check(f *found, w scheduler.Wish) error {
 	if err := f.usable(); err != nil {
-		return nil, err
+		return err
 	}
-	if err := f.allowed(w); err != nil {
-		return nil, err
+	if err := f.allowed(w, v.options.Anchors != nil); err != nil {
+		return err
 	}
-	return f, v.supported(f, w)
+	return v.supported(f, w)
 }
 
 // ofClaim finds the volume of a claim of the sandbox's namespace.
@@ -77,6 +100,10 @@ func (v *Volumes) ofClaim(ctx context.Context, f *found, w scheduler.Wish, ask b
 		return err
 	}
 	about := "claim " + f.claim.Namespace + "/" + f.claim.Name
+	if f.claim.Spec.VolumeName == "" && v.waitsForConsumer(f.claim) {
+		f.unbound = true
+		return nil
+	}
 	if f.claim.Spec.VolumeName == "" || f.claim.Status.Phase != corev1.ClaimBound {
 		return notBound("%s is %s: it is tried again once it is bound; if its StorageClass waits for the first consumer, a Pod has to use it first",
 			about, orPending(f.claim.Status.Phase))
@@ -84,6 +111,12 @@ func (v *Volumes) ofClaim(ctx context.Context, f *found, w scheduler.Wish, ask b
 	if f.pv, err = v.volume(ctx, f.claim.Spec.VolumeName, ask); err != nil {
 		return err
 	}
+	return f.belongs()
+}
+
+// belongs refuses a volume that is not its claim's, whatever that says.
+func (f *found) belongs() error {
+	about := "claim " + f.claim.Namespace + "/" + f.claim.Name
 	switch ref := f.pv.Spec.ClaimRef; {
 	case ref != nil && (ref.Namespace != f.claim.Namespace || ref.Name != f.claim.Name):
 		return fault.New(errdefs.ErrPermissionDenied, fault.SourceDenied,
@@ -105,8 +138,7 @@ func (v *Volumes) named(ctx context.Context, f *found, w scheduler.Wish, ask boo
 		return nil
 	}
 	if ref.Namespace != w.Sandbox.Namespace {
-		return fault.New(errdefs.ErrPermissionDenied, fault.SourceDenied,
-			"PersistentVolume %s is bound to a claim of another namespace than the sandbox's %s: use a volume that is free, or a claim", f.pv.Name, w.Sandbox.Namespace)
+		return v.boundElsewhere(f.pv, w)
 	}
 	if f.claim, err = v.claim(ctx, ref.Namespace, ref.Name, ask); err != nil {
 		return err
@@ -133,6 +165,10 @@ func (f *found) usable() error {
 	switch {
 	case f.claim != nil && f.claim.DeletionTimestamp != nil:
 		return beingDeleted(claimRef(f.claim.Namespace, f.claim.Name))
+	case f.unbound && f.claim.Spec.VolumeMode != nil && *f.claim.Spec.VolumeMode == corev1.PersistentVolumeBlock:
+		return fault.New(errdefs.ErrInvalidArgument, fault.InvalidSource, "claim %s/%s is for a block device: use one with volumeMode Filesystem", f.claim.Namespace, f.claim.Name)
+	case f.unbound:
+		return nil
 	case f.pv.DeletionTimestamp != nil:
 		return beingDeleted(volumeRef(f.pv.Name))
 	case f.pv.Status.Phase == corev1.VolumeReleased, f.pv.Status.Phase == corev1.VolumeFailed:

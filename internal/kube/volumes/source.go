@@ -2,14 +2,17 @@ package volumes
 
 import (
 	"context"
+	"math"
 	"path"
 	"slices"
 	"strconv"
 	"strings"
+	"unicode/utf8"
 
 	"github.com/containerd/errdefs"
 	corev1 "k8s.io/api/core/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	"k8s.io/apimachinery/pkg/api/resource"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
 	agentv1 "github.com/flux-sandbox/flux-sandbox/api/proto/agent/v1"
@@ -22,10 +25,13 @@ import (
 // What a PersistentVolume is on its nodes: a path (local, hostPath), or a volume of a CSI driver that the agent publishes
 // itself (direct).
 
-// keyOf is a volume's identity on its nodes; empty for what no agent attaches.
-func keyOf(pv *corev1.PersistentVolume) string {
+// keyOf is a volume's identity on its nodes, as the agents make it of the path that it takes; empty for what none attaches.
+func (v *Volumes) keyOf(claim *corev1.PersistentVolumeClaim, pv *corev1.PersistentVolume) string {
 	if c := pv.Spec.CSI; c != nil {
 		return volume.CSIKey(c.Driver, c.VolumeHandle)
+	}
+	if pluginOf(pv) != "" && !hasPath(pv) || v.byAnchor(claim, pv) != "" {
+		return volume.AnchorKey(pv.Name)
 	}
 	p, err := pathOf(pv)
 	if err != nil {
@@ -36,20 +42,41 @@ func keyOf(pv *corev1.PersistentVolume) string {
 
 // supported refuses a volume that no agent attaches.
 func (v *Volumes) supported(f *found, w scheduler.Wish) error {
+	if f.unbound {
+		return nil
+	}
+	if v.byAnchor(f.claim, f.pv) != "" {
+		return f.anchorable(w)
+	}
 	c := f.pv.Spec.CSI
 	if c == nil {
-		_, err := pathOf(f.pv)
-		return err
+		if _, err := pathOf(f.pv); err != nil {
+			return err
+		}
+		return f.writable(w)
 	}
 	switch {
 	case !slices.Contains(v.options.DirectDrivers, c.Driver):
 		return fault.New(errdefs.ErrFailedPrecondition, fault.VolumeTypeOff,
 			"PersistentVolume %s is of the CSI driver %s: this version attaches those of the drivers that the operator lists for it (%s; flag direct-drivers), local and hostPath ones; use one of them, or mount it in a Pod",
 			f.pv.Name, c.Driver, orNone(v.options.DirectDrivers))
-	case isReadOnly(f.pv) && w.Volume.Mode != v1alpha1.VolumeModeReadOnly:
-		return fault.New(errdefs.ErrPermissionDenied, fault.ModeDenied, "PersistentVolume %s is read-only (csi.readOnly, or mount option ro): ask for mode ro", f.pv.Name)
+	case v.needsAttach(c.Driver):
+		return fault.New(errdefs.ErrFailedPrecondition, fault.VolumeTypeOff,
+			"PersistentVolume %s is of the CSI driver %s, whose volumes have to be attached to a node (attachRequired in its CSIDriver), which no agent does: its operator has to take it off the list (flag direct-drivers); mount it in a Pod",
+			f.pv.Name, c.Driver)
+	}
+	if err := f.writable(w); err != nil {
+		return err
 	}
 	return fits(f.pv, w.Volume.SizeLimit)
+}
+
+// writable refuses to write to a volume that is read-only, whatever its access modes are.
+func (f *found) writable(w scheduler.Wish) error {
+	if isReadOnly(f.pv) && w.Volume.Mode != v1alpha1.VolumeModeReadOnly {
+		return fault.New(errdefs.ErrPermissionDenied, fault.ModeDenied, "PersistentVolume %s is read-only (csi.readOnly, or mount option ro): ask for mode ro", f.pv.Name)
+	}
+	return nil
 }
 
 func orNone(list []string) string {
@@ -69,12 +96,20 @@ func fits(pv *corev1.PersistentVolume, sizeLimit string) error {
 		return err
 	}
 	capacity := pv.Spec.Capacity[corev1.ResourceStorage]
-	if has := capacity.Value(); has > limit {
+	if capacity.CmpInt64(limit) > 0 {
 		return fault.New(errdefs.ErrFailedPrecondition, fault.LimitNotEnforced,
-			"nothing enforces a sizeLimit of %d bytes on PersistentVolume %s, which has %d: ask for at least that, leave sizeLimit out, or use a smaller volume", limit, pv.Name, has).
-			With("requested", strconv.FormatInt(limit, 10)).With("actual", strconv.FormatInt(has, 10))
+			"nothing enforces a sizeLimit of %d bytes on PersistentVolume %s, which has %s: ask for at least that, leave sizeLimit out, or use a smaller volume", limit, pv.Name, bytesOf(capacity)).
+			With("requested", strconv.FormatInt(limit, 10)).With("actual", bytesOf(capacity))
 	}
 	return nil
+}
+
+// bytesOf is a quantity as a number of bytes, or as it is written where an int64 cannot hold it: Value is any number then.
+func bytesOf(q resource.Quantity) string {
+	if q.CmpInt64(math.MaxInt64) > 0 {
+		return q.String()
+	}
+	return strconv.FormatInt(q.Value(), 10)
 }
 
 // source says how an agent gets a volume that is supported. Secrets are read now and kept nowhere.
@@ -98,9 +133,11 @@ func (v *Volumes) source(ctx context.Context, f *found) (v1alpha1.VolumePath, fu
 	}, nil
 }
 
-// isReadOnly says whether a CSI volume can be written by nobody, whatever its access modes are.
+// isReadOnly says whether a volume can be written by nobody, whatever its access modes are.
 func isReadOnly(pv *corev1.PersistentVolume) bool {
-	return pv.Spec.CSI.ReadOnly || slices.Contains(pv.Spec.MountOptions, "ro")
+	return pv.Spec.CSI != nil && pv.Spec.CSI.ReadOnly || slices.ContainsFunc(pv.Spec.MountOptions, func(o string) bool {
+		return slices.Contains(strings.Split(o, ","), "ro") // one may be several, as in mount -o
+	})
 }
 
 // accessMode is the one with which a volume is published for all its users on a node: the first that lets somebody write.
@@ -139,6 +176,9 @@ func (v *Volumes) secrets(ctx context.Context, pv *corev1.PersistentVolume) (map
 	}
 	values := make(map[string]string, len(secret.Data))
 	for key, value := range secret.Data {
+		if !utf8.Valid(value) {
+			return nil, unusable("the value of its key %s is no text (UTF-8), and a CSI driver can be told nothing else; encode it as the driver wants it; it is tried again", key)
+		}
 		values[key] = string(value)
 	}
 	return values, nil

@@ -12,10 +12,13 @@ import (
 	"k8s.io/client-go/informers"
 	"k8s.io/client-go/kubernetes"
 	corev1listers "k8s.io/client-go/listers/core/v1"
+	storagev1listers "k8s.io/client-go/listers/storage/v1"
 	"k8s.io/client-go/tools/cache"
 	"k8s.io/client-go/util/workqueue"
 
+	"github.com/flux-sandbox/flux-sandbox/api/sandbox/v1alpha1"
 	"github.com/flux-sandbox/flux-sandbox/internal/fault"
+	"github.com/flux-sandbox/flux-sandbox/internal/kube/anchors"
 	"github.com/flux-sandbox/flux-sandbox/internal/scheduler"
 	"github.com/flux-sandbox/flux-sandbox/internal/store"
 )
@@ -28,6 +31,10 @@ type Volumes struct {
 	claimInformer, volumeInformer cache.SharedIndexInformer
 	claims                        corev1listers.PersistentVolumeClaimLister
 	volumes                       corev1listers.PersistentVolumeLister
+	// classInformer and classes are nil without anchors, driverInformer and drivers without drivers that agents call.
+	classInformer, driverInformer cache.SharedIndexInformer
+	classes                       storagev1listers.StorageClassLister
+	drivers                       storagev1listers.CSIDriverLister
 	synced                        chan struct{}
 
 	mu sync.Mutex // guards the fields below
@@ -49,6 +56,11 @@ const maxAsked = 4096
 type Options struct {
 	// DirectDrivers are the CSI drivers whose volumes the agents publish themselves.
 	DirectDrivers []string
+	// Anchors have kubelet mount what the agents cannot publish themselves; nil for none: such volumes are refused.
+	Anchors *anchors.Anchors
+	// Tenant is the tenant of a namespace, as far as it is known in memory; empty for none. Nobody is told of another namespace
+	// when nil.
+	Tenant func(namespace string) string
 }
 
 // New makes Volumes.
@@ -62,7 +74,19 @@ func New(client kubernetes.Interface, options Options) (*Volumes, error) {
 		synced: make(chan struct{}), asked: map[scheduler.VolumeRef]struct{}{}, followers: map[workqueue.TypedInterface[scheduler.VolumeRef]]struct{}{},
 		own: map[scheduler.VolumeRef]ownPatch{}, turns: map[scheduler.VolumeRef]chan struct{}{},
 	}
-	for _, i := range []cache.SharedIndexInformer{v.claimInformer, v.volumeInformer} {
+	all := []cache.SharedIndexInformer{v.claimInformer, v.volumeInformer}
+	if options.Anchors != nil {
+		classes := factory.Storage().V1().StorageClasses()
+		v.classInformer, v.classes = classes.Informer(), classes.Lister()
+		all = append(all, v.classInformer)
+		options.Anchors.Follow(v.anchorChanged)
+	}
+	if len(options.DirectDrivers) > 0 {
+		drivers := factory.Storage().V1().CSIDrivers()
+		v.driverInformer, v.drivers = drivers.Informer(), drivers.Lister()
+		all = append(all, v.driverInformer)
+	}
+	for _, i := range all {
 		if err := i.SetTransform(strip); err != nil {
 			return nil, fmt.Errorf("volumes: %w", err)
 		}
@@ -77,7 +101,11 @@ func New(client kubernetes.Interface, options Options) (*Volumes, error) {
 func strip(o any) (any, error) {
 	if meta, ok := o.(metav1.Object); ok {
 		meta.SetManagedFields(nil)
+		path := meta.GetAnnotations()[v1alpha1.AnnotationPath]
 		meta.SetAnnotations(nil)
+		if path != "" {
+			meta.SetAnnotations(map[string]string{v1alpha1.AnnotationPath: path})
+		}
 	}
 	return o, nil
 }
@@ -87,7 +115,17 @@ func (v *Volumes) Run(ctx context.Context) {
 	var running sync.WaitGroup
 	running.Go(func() { v.claimInformer.RunWithContext(ctx) })
 	running.Go(func() { v.volumeInformer.RunWithContext(ctx) })
-	if cache.WaitForCacheSync(ctx.Done(), v.claimInformer.HasSynced, v.volumeInformer.HasSynced) {
+	known := []cache.InformerSynced{v.claimInformer.HasSynced, v.volumeInformer.HasSynced}
+	if v.options.Anchors != nil {
+		running.Go(func() { v.classInformer.RunWithContext(ctx) })
+		running.Go(func() { v.options.Anchors.Run(ctx) })
+		known = append(known, v.classInformer.HasSynced, v.options.Anchors.HasSynced)
+	}
+	if v.driverInformer != nil {
+		running.Go(func() { v.driverInformer.RunWithContext(ctx) })
+		known = append(known, v.driverInformer.HasSynced)
+	}
+	if cache.WaitForCacheSync(ctx.Done(), known...) {
 		close(v.synced)
 	}
 	running.Wait()

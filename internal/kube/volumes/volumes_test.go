@@ -5,6 +5,7 @@ import (
 	"errors"
 	"reflect"
 	"strings"
+	"sync"
 	"testing"
 	"time"
 
@@ -56,14 +57,14 @@ func start(t *testing.T, objects ...runtime.Object) (*volumes.Volumes, *fake.Cli
 	})
 	<-v.Synced()
 	// The fake server tells a watch only of what comes after it.
-	eventually(t, "both are watched", func() bool {
+	eventually(t, "all are watched", func() bool {
 		watched := map[string]bool{}
 		for _, a := range client.Actions() {
 			if a.GetVerb() == "watch" {
 				watched[a.GetResource().Resource] = true
 			}
 		}
-		return len(watched) == 2
+		return len(watched) == 3
 	})
 	return v, client
 }
@@ -141,16 +142,103 @@ func TestAClaimIsAPathOnItsNode(t *testing.T) {
 	}
 }
 
-func TestAFreeVolumeIsWhoeversMayNameIt(t *testing.T) {
-	v, _ := start(t, pair(func(_ *corev1.PersistentVolumeClaim, pv *corev1.PersistentVolume) {
-		pv.Spec.ClaimRef, pv.Status.Phase = nil, corev1.VolumeAvailable
-		pv.Spec.Local, pv.Spec.HostPath = nil, &corev1.HostPathVolumeSource{Path: "/srv/models", Type: ptr.To(corev1.HostPathDirectoryOrCreate)}
-		pv.Spec.NodeAffinity = nil
-	})...)
-	r, err := v.Resolve(t.Context(), wish(v1alpha1.VolumeTypePV, "pv-1", nil), "n1")
-	if err != nil || r.PVCName != "" || r.Reach != nil || r.Domains != nil {
-		t.Errorf("%+v, %v", r, err)
+// binder plays Kubernetes' controller of claims: it binds a volume to the first claim that names it.
+func binder(client *fake.Clientset) {
+	var mu sync.Mutex
+	client.PrependReactor("create", "persistentvolumeclaims", func(a clienttesting.Action) (bool, runtime.Object, error) {
+		mu.Lock()
+		defer mu.Unlock()
+		claim := a.(clienttesting.CreateAction).GetObject().(*corev1.PersistentVolumeClaim)
+		claim.UID = types.UID("uid-" + claim.Namespace)
+		pvs := corev1.SchemeGroupVersion.WithResource("persistentvolumes")
+		o, err := client.Tracker().Get(pvs, "", claim.Spec.VolumeName)
+		if err != nil {
+			return true, nil, err
+		}
+		if pv := o.(*corev1.PersistentVolume).DeepCopy(); pv.Spec.ClaimRef == nil {
+			pv.Spec.ClaimRef = &corev1.ObjectReference{Namespace: claim.Namespace, Name: claim.Name, UID: claim.UID}
+			pv.Status.Phase, claim.Status.Phase = corev1.VolumeBound, corev1.ClaimBound
+			return false, nil, client.Tracker().Update(pvs, pv, "")
+		}
+		return false, nil, nil
+	})
+}
+
+// A volume that nobody has claimed, and that is not meant for the sandbox by a label, is its namespace's before it is used.
+func TestAFreeVolumeIsClaimedFirst(t *testing.T) {
+	both := func(c *corev1.PersistentVolumeClaim, p *corev1.PersistentVolume) {
+		label("volume", "t-1", true)(c, p)
 	}
+	none := func(*corev1.PersistentVolumeClaim, *corev1.PersistentVolume) {}
+	tenantless := func(w *scheduler.Wish) { w.Sandbox.Spec.TenantID = "" }
+	for name, x := range map[string]struct {
+		labels  func(*corev1.PersistentVolumeClaim, *corev1.PersistentVolume)
+		wish    func(*scheduler.Wish)
+		claimed bool
+		reason  fault.Reason
+	}{
+		"not labelled":                  {none, nil, true, ""},
+		"not labelled, read":            {none, readOnly, true, ""},
+		"not labelled, without tenants": {none, tenantless, true, ""},
+		"the tenant's":                  {label("volume", "t-1", false), nil, false, ""},
+		"another's":                     {label("volume", "t-2", false), readOnly, false, fault.TenantMismatch},
+		"another's, without tenants":    {label("volume", "t-2", false), tenantless, false, fault.TenantMismatch},
+		"shared":                        {label("volume", "", true), readOnly, false, ""},
+		"shared, to write":              {label("volume", "", true), nil, false, fault.ModeDenied},
+		"shared, without tenants":       {label("volume", "", true), tenantless, false, fault.ModeDenied},
+		"the tenant's and shared":       {both, nil, false, ""},
+	} {
+		t.Run(name, func(t *testing.T) {
+			v, client := start(t, free(x.labels))
+			binder(client)
+			r, err := v.Resolve(t.Context(), wish(v1alpha1.VolumeTypePV, "pv-1", x.wish), "n1")
+			if fault.ReasonOf(err) != x.reason {
+				t.Fatalf("%v, want %q", err, x.reason)
+			}
+			claims, listErr := client.CoreV1().PersistentVolumeClaims(metav1.NamespaceAll).List(t.Context(), metav1.ListOptions{})
+			if listErr != nil || len(claims.Items) == 1 != x.claimed {
+				t.Errorf("claims %v, %v", claims.Items, listErr)
+			}
+			if err == nil && (r.PVCName == "flux-pv-1" != x.claimed || r.Reach != nil || r.Domains != nil) {
+				t.Errorf("%+v", r)
+			}
+		})
+	}
+}
+
+// Of two namespaces that name a free volume at the same time, one gets it.
+func TestAFreeVolumeIsOneNamespaces(t *testing.T) {
+	v, client := start(t, free(nil))
+	binder(client)
+	namespaces := []string{"team-a", "team-b"}
+	errs := make([]error, len(namespaces))
+	var all sync.WaitGroup
+	for i, ns := range namespaces {
+		all.Go(func() {
+			_, errs[i] = v.Resolve(t.Context(), wish(v1alpha1.VolumeTypePV, "pv-1", func(w *scheduler.Wish) { w.Sandbox.Namespace = ns }), "n1")
+		})
+	}
+	all.Wait()
+	pv, err := client.CoreV1().PersistentVolumes().Get(t.Context(), "pv-1", metav1.GetOptions{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	for i, ns := range namespaces {
+		if has := pv.Spec.ClaimRef.Namespace == ns; has && errs[i] != nil || !has && fault.ReasonOf(errs[i]) != fault.SourceDenied {
+			t.Errorf("%s of %s: %v", ns, pv.Spec.ClaimRef.Namespace, errs[i])
+		}
+	}
+}
+
+// free is a volume without claim, which each node has.
+func free(change func(*corev1.PersistentVolumeClaim, *corev1.PersistentVolume)) runtime.Object {
+	return pair(func(c *corev1.PersistentVolumeClaim, pv *corev1.PersistentVolume) {
+		pv.Spec.ClaimRef, pv.Status.Phase, pv.Spec.NodeAffinity = nil, corev1.VolumeAvailable, nil
+		pv.Spec.Local, pv.Spec.HostPath = nil, &corev1.HostPathVolumeSource{Path: "/srv/models", Type: ptr.To(corev1.HostPathDirectoryOrCreate)}
+		if change != nil {
+			change(c, pv)
+		}
+	})[1]
 }
 
 func TestRefusals(t *testing.T) {
@@ -215,10 +303,15 @@ func TestRefusals(t *testing.T) {
 		"CSI": {func(_ *c, p *p) {
 			p.Spec.PersistentVolumeSource = corev1.PersistentVolumeSource{CSI: &corev1.CSIPersistentVolumeSource{Driver: "disk.example.com"}}
 		}, pvc, "data", nil, fault.VolumeTypeOff, "CSI driver disk.example.com: this version attaches those of the drivers that the operator lists for it (direct.example.com; flag direct-drivers)"},
-		"CSI, direct":            {csiVolume(nil), pvc, "data", nil, "", ""},
-		"CSI, read-only, to ro":  {csiVolume(func(p *p) { p.Spec.CSI.ReadOnly = true }), pvc, "data", readOnly, "", ""},
-		"CSI, read-only":         {csiVolume(func(p *p) { p.Spec.CSI.ReadOnly = true }), pvc, "data", nil, fault.ModeDenied, "ask for mode ro"},
-		"CSI, mounted read-only": {csiVolume(func(p *p) { p.Spec.MountOptions = []string{"ro"} }), named, "pv-1", nil, fault.ModeDenied, "ask for mode ro"},
+		"CSI, direct":                     {csiVolume(nil), pvc, "data", nil, "", ""},
+		"CSI, read-only, to ro":           {csiVolume(func(p *p) { p.Spec.CSI.ReadOnly = true }), pvc, "data", readOnly, "", ""},
+		"CSI, read-only":                  {csiVolume(func(p *p) { p.Spec.CSI.ReadOnly = true }), pvc, "data", nil, fault.ModeDenied, "ask for mode ro"},
+		"CSI, mounted read-only":          {csiVolume(func(p *p) { p.Spec.MountOptions = []string{"ro"} }), named, "pv-1", nil, fault.ModeDenied, "ask for mode ro"},
+		"CSI, ro among options":           {csiVolume(func(p *p) { p.Spec.MountOptions = []string{"noatime,ro"} }), named, "pv-1", nil, fault.ModeDenied, "ask for mode ro"},
+		"local, mounted read-only":        {func(_ *c, p *p) { p.Spec.MountOptions = []string{"ro"} }, pvc, "data", nil, fault.ModeDenied, "ask for mode ro"},
+		"local, mounted read-only, to ro": {func(_ *c, p *p) { p.Spec.MountOptions = []string{"ro"} }, pvc, "data", readOnly, "", ""},
+		"CSI, no number of bytes": {csiVolume(func(p *p) { p.Spec.Capacity[corev1.ResourceStorage] = resource.MustParse("1e30") }), pvc, "data",
+			func(w *scheduler.Wish) { w.Volume.SizeLimit = "1Gi" }, fault.LimitNotEnforced, "1073741824 bytes on PersistentVolume pv-1, which has 1e30"},
 		"CSI, a limit that fits": {csiVolume(nil), pvc, "data", func(w *scheduler.Wish) { w.Volume.SizeLimit = "1Gi" }, "", ""},
 		"CSI, a smaller limit": {csiVolume(nil), pvc, "data", func(w *scheduler.Wish) { w.Volume.SizeLimit = "512Mi" }, fault.LimitNotEnforced,
 			"536870912 bytes on PersistentVolume pv-1, which has 1073741824"},
@@ -352,6 +445,13 @@ func TestSecretsOfAVolume(t *testing.T) {
 	if got, err := secretOf(); got != "two" || err != nil {
 		t.Errorf("after a change: %q, %v", got, err)
 	}
+	secret.Data["key"] = []byte("\xffhidden")
+	if _, err := client.CoreV1().Secrets("storage").Update(t.Context(), secret, metav1.UpdateOptions{}); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := secretOf(); fault.ReasonOf(err) != fault.SecretUnavailable || !strings.Contains(err.Error(), "key key is no text") || strings.Contains(err.Error(), "hidden") {
+		t.Errorf("with bytes that are no text: %v", err)
+	}
 	if err := client.CoreV1().Secrets("storage").Delete(t.Context(), "token", metav1.DeleteOptions{}); err != nil {
 		t.Fatal(err)
 	}
@@ -409,6 +509,7 @@ func TestAccessModes(t *testing.T) {
 			c.Spec.AccessModes, p.Spec.AccessModes = x.claim, x.volume
 			if x.claim == nil {
 				p.Spec.ClaimRef, p.Status.Phase = nil, corev1.VolumeAvailable
+				label("volume", "t-1", false)(c, p)
 			}
 		})...)
 		wishes := []scheduler.Wish{wish(v1alpha1.VolumeTypePV, "pv-1", nil)}

@@ -2,8 +2,6 @@ package csi
 
 import (
 	"context"
-	"fmt"
-	"strconv"
 
 	"github.com/containerd/errdefs"
 
@@ -101,23 +99,10 @@ func (s *Source) size(ctx context.Context, r volume.Request, d Driver, rec recor
 // limit says what holds a volume to its sizeLimit. The size is asked for again, as a volume may be expanded.
 func (s *Source) limit(ctx context.Context, r volume.Request, d Driver, rec record) (v1alpha1.LimitEnforcement, int64, error) {
 	total, err := s.size(ctx, r, d, rec)
-	own := isOwn(*rec.Mount)
-	switch {
-	case err != nil:
+	if err != nil {
 		return "", 0, err
-	case own && total > 0 && total <= r.SizeLimitBytes:
-		return v1alpha1.LimitCapacity, total, nil
-	case r.BestEffort:
-		return v1alpha1.LimitBestEffort, rec.Bytes, nil
 	}
-	is := "is larger"
-	if !own {
-		is = "is not the volume's own"
-	}
-	return "", 0, fault.New(errdefs.ErrFailedPrecondition, fault.LimitNotEnforced,
-		"nothing enforces a sizeLimit of %d bytes: the volume's filesystem has %d bytes and %s; ask for at least its size, leave sizeLimit out, or let the operator allow BestEffort",
-		r.SizeLimitBytes, total, is).
-		With("requested", strconv.FormatInt(r.SizeLimitBytes, 10)).With("actual", strconv.FormatInt(total, 10))
+	return volume.LimitOf(r, total, isOwn(*rec.Mount), rec.Bytes)
 }
 
 // undo takes back what a Prepare that failed may have done. It returns the cause, which is volume.ErrUnfinished if that
@@ -127,22 +112,7 @@ func (s *Source) undo(ctx context.Context, r volume.Request, d Driver, cause err
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), s.config.Timeouts.Held+s.config.Timeouts.Unpublish)
 	defer cancel()
 	if err := s.release(ctx, r.Key, s.begun(r, d)); err != nil {
-		return unfinished{cause: cause, undo: err}
+		return volume.Unfinished(cause, err)
 	}
 	return cause
 }
-
-// unfinished is the error of a Prepare whose undoing failed as well, or of which not even that is known how far an earlier
-// one came. It is of the kind and reason of the first failure.
-type unfinished struct{ cause, undo error }
-
-func (u unfinished) Error() string {
-	if u.undo == nil {
-		return u.cause.Error()
-	}
-	return fmt.Sprintf("%v; undoing it failed too and is tried again: %v", u.cause, u.undo)
-}
-
-func (u unfinished) Unwrap() error { return u.cause }
-
-func (u unfinished) Is(target error) bool { return target == volume.ErrUnfinished }

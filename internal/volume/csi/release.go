@@ -5,7 +5,6 @@ import (
 	"encoding/json"
 	"fmt"
 	"slices"
-	"strings"
 	"sync"
 	"time"
 
@@ -36,7 +35,7 @@ func (s *Source) Release(ctx context.Context, p volume.Prepared) error {
 	if err != nil {
 		return err
 	}
-	done, err := s.turn(ctx, p.Key)
+	done, err := s.turns.Take(ctx, p.Key)
 	if err != nil {
 		return err
 	}
@@ -101,27 +100,8 @@ func (s *Source) checkUnused(ctx context.Context, rec record, at mount.Info, the
 		case <-waiting.Done():
 		}
 		timer.Stop()
-		return fault.New(errdefs.ErrUnavailable, fault.Busy,
-			"%d mount namespaces of the node still have it (%s): it is tried again when they have ended or unmounted it", len(held), processes(held))
+		return volume.StillHeld(held)
 	}
-}
-
-// processes names some of the processes in the namespaces.
-func processes(held []mount.NamespaceRef) string {
-	const most = 8
-	var pids []string
-	for _, ref := range held {
-		for _, pid := range ref.PIDs {
-			pids = append(pids, fmt.Sprint(pid))
-		}
-	}
-	switch slices.Sort(pids); {
-	case len(pids) == 0:
-		return "of no process"
-	case len(pids) > most:
-		pids = append(pids[:most], "…")
-	}
-	return "processes " + strings.Join(pids, ", ")
 }
 
 // unpublish has the driver undo its work, and looks whether it did.
@@ -176,7 +156,7 @@ func (s *Source) Sweep(ctx context.Context, inUse []volume.Prepared) error {
 }
 
 func (s *Source) sweep(ctx context.Context, key string) error {
-	done, err := s.turn(ctx, key)
+	done, err := s.turns.Take(ctx, key)
 	if err != nil {
 		return err
 	}

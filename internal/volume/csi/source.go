@@ -5,11 +5,9 @@ import (
 	"encoding/json"
 	"fmt"
 	"log/slog"
-	"os"
 	"path/filepath"
 	"slices"
 	"strings"
-	"sync"
 
 	"github.com/containerd/errdefs"
 
@@ -18,6 +16,7 @@ import (
 	"github.com/flux-sandbox/flux-sandbox/internal/fault"
 	"github.com/flux-sandbox/flux-sandbox/internal/mount"
 	"github.com/flux-sandbox/flux-sandbox/internal/volume"
+	"github.com/flux-sandbox/flux-sandbox/internal/volume/folder"
 )
 
 // Source is the volume.Source of PersistentVolumes of CSI drivers. What it knows of volumes is in their folders.
@@ -25,10 +24,7 @@ type Source struct {
 	config Config
 	log    *slog.Logger
 	sys    system
-
-	mu sync.Mutex // guards busy
-	// busy has the keys of which a call changes something; a channel is closed at the end of its call.
-	busy map[string]chan struct{}
+	turns  folder.Turns
 }
 
 var (
@@ -46,19 +42,12 @@ func New(config Config) (*Source, error) {
 	if err := CheckDrivers(config.Drivers); err != nil {
 		return nil, err
 	}
-	if err := os.MkdirAll(config.Dir, 0o711); err != nil {
-		return nil, fmt.Errorf("make the folder of published volumes: %w", err)
-	}
-	// The kernel shows real paths.
-	dir, err := filepath.EvalSymlinks(config.Dir)
-	if err == nil {
-		dir, err = filepath.Abs(dir)
-	}
+	dir, err := folder.Make(config.Dir)
 	if err != nil {
-		return nil, fmt.Errorf("find the folder of published volumes: %w", err)
+		return nil, err
 	}
 	config.Dir, config.Timeouts = dir, config.Timeouts.withDefaults()
-	s := &Source{config: config, log: config.Log, sys: kernel{}, busy: map[string]chan struct{}{}}
+	s := &Source{config: config, log: config.Log, sys: kernel{}}
 	if s.log == nil {
 		s.log = slog.New(slog.DiscardHandler)
 	}
@@ -75,32 +64,6 @@ func (s *Source) driver(name string) (Driver, bool) {
 		return Driver{}, false
 	}
 	return s.config.Drivers[i], true
-}
-
-// turn makes this call the only one that changes something of a volume, until done is called. Only a Sweep can be in the way.
-func (s *Source) turn(ctx context.Context, key string) (done func(), err error) {
-	mine := make(chan struct{})
-	for {
-		s.mu.Lock()
-		other := s.busy[key]
-		if other == nil {
-			s.busy[key] = mine
-		}
-		s.mu.Unlock()
-		if other == nil {
-			return func() {
-				s.mu.Lock()
-				delete(s.busy, key)
-				s.mu.Unlock()
-				close(mine)
-			}, nil
-		}
-		select {
-		case <-other:
-		case <-ctx.Done():
-			return nil, fault.New(errdefs.ErrUnavailable, fault.OperationPending, "volume %s is being cleaned up: %w", key, context.Cause(ctx))
-		}
-	}
 }
 
 // about names a request's volume in messages.
@@ -149,7 +112,7 @@ func (s *Source) Prepare(ctx context.Context, r volume.Request) (volume.Prepared
 	if err := ctx.Err(); err != nil {
 		return volume.Prepared{}, fmt.Errorf("publish %s: %w", about(r), context.Cause(ctx))
 	}
-	done, err := s.turn(ctx, r.Key)
+	done, err := s.turns.Take(ctx, r.Key)
 	if err != nil {
 		return volume.Prepared{}, err
 	}
@@ -165,11 +128,11 @@ func (s *Source) prepare(ctx context.Context, r volume.Request, d Driver) (volum
 	none := volume.Prepared{}
 	rec, known, err := s.sys.Load(s.dir(r.Key))
 	if err != nil {
-		return none, unfinished{cause: err}
+		return none, volume.Unfinished(err, nil)
 	}
 	at, there, err := s.sys.At(s.path(r.Key))
 	if err != nil {
-		return none, unfinished{cause: err}
+		return none, volume.Unfinished(err, nil)
 	}
 	terms := termsOf(r.CSI)
 	if ready := known && there && rec.Mount != nil && at.Identity() == *rec.Mount; ready {
@@ -182,7 +145,7 @@ func (s *Source) prepare(ctx context.Context, r volume.Request, d Driver) (volum
 	if known && rec.Terms != terms || there && !known {
 		// Left by one that was cut off and asked for something else.
 		if err := s.release(ctx, r.Key, s.begun(r, d)); err != nil {
-			return none, unfinished{cause: err}
+			return none, volume.Unfinished(err, nil)
 		}
 	}
 	p := none

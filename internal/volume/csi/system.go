@@ -6,6 +6,7 @@ import (
 	csiv1 "github.com/container-storage-interface/spec/lib/go/csi"
 
 	"github.com/flux-sandbox/flux-sandbox/internal/mount"
+	"github.com/flux-sandbox/flux-sandbox/internal/volume/folder"
 )
 
 // system is what a Source does to the machine and asks of drivers. It is a seam for tests, which let each call fail.
@@ -31,10 +32,10 @@ type system interface {
 // kernel is the real system.
 type kernel struct{}
 
-func (kernel) Load(dir string) (record, bool, error)    { return load(dir) }
-func (kernel) Save(dir string, r record) error          { return save(dir, r) }
-func (kernel) Forget(dir string) error                  { return forget(dir) }
-func (kernel) List(dir string) ([]string, error)        { return list(dir) }
+func (kernel) Load(dir string) (record, bool, error)    { return folder.Load[record](dir) }
+func (kernel) Save(dir string, r record) error          { return folder.Save(dir, r) }
+func (kernel) Forget(dir string) error                  { return folder.Forget(dir, mountDir) }
+func (kernel) List(dir string) ([]string, error)        { return folder.List(dir) }
 func (kernel) At(path string) (mount.Info, bool, error) { return mount.At(path) }
 
 func (kernel) HeldElsewhere(ctx context.Context, m mount.Match, at mount.Info) ([]mount.NamespaceRef, error) {
