@@ -6,6 +6,7 @@
 #   integration   packages that need root, the kernel's mounts and containerd; with the race detector
 #   containerd2   internal/containers once more, with containerd 2.x built from source
 #   e2e           the shipped programs on the local cluster, which runs and has them (make e2e)
+#   churn         the controller on simulated nodes, for two minutes (with FLUX_SOAK=1, an hour); without the race detector
 #   crash         the crash matrix and whatever else is tested with failpoints; without the race detector
 #
 # With CI=true a skipped test is a failed one. TESTFLAGS is handed to go test (-run, -v, -count).
@@ -27,10 +28,10 @@ integration_dirs='^(internal/(mount|capacity|containers|pods|agent|csidriver)|te
 packages() { go list -f '{{.ImportPath}}' ./... | sed "s|^$module/||" | grep -E "$1" | sed 's|^|./|' | grep -vxFf <(apiserver_packages); }
 module=$(go list -m) || exit
 
-# Packages whose tests start a Kubernetes API server.
+# Packages whose tests start a Kubernetes API server, but for test/churn, which has a stage of its own.
 apiserver_packages() {
 	go list -f '{{.ImportPath}} {{join .TestImports " "}} {{join .XTestImports " "}}' ./... |
-		grep -F "$module/internal/testenv/apiserver" | sed "s| .*||; s|^$module/|./|"
+		grep -F "$module/internal/testenv/apiserver" | sed "s| .*||; s|^$module/|./|" | grep -vx ./test/churn
 }
 
 tests() { # tests NAME GO-TEST-ARGUMENT…; in the module in $dir, if it is set
@@ -69,7 +70,7 @@ stage() {
 	integration)
 		with_cri integration || return
 		flags='-race -p 1 -count=1'
-		tests integration $(packages "$integration_dirs" | grep -vE '^\./test/(house|crash|e2e)')
+		tests integration $(packages "$integration_dirs" | grep -vE '^\./test/(house|crash|churn|e2e)')
 		dir=test/csisanity tests "CSI sanity" ./...
 		;;
 	containerd2)
@@ -84,17 +85,31 @@ stage() {
 	e2e)
 		local bin
 		bin=$(hack/localcluster/build.sh -n) || exit
-		flags='-p 1 -count=1'
+		flags='-p 1 -count=1 -parallel 8'
 		FLUX_E2E_KUBECONFIG=/var/lib/flux-localcluster/kubeconfig/admin FLUX_E2E_KUBECTL=$bin/kubectl \
 			FLUX_E2E_LOCALCLUSTER=$PWD/bin/hack/localcluster FLUX_E2E_FLUXCTL=$PWD/bin/fluxctl tests e2e ./test/e2e
 		;;
+	churn)
+		local kube kwok
+		if ! kube=$(hack/localcluster/build.sh kube-apiserver etcd kube-controller-manager kube-scheduler) || ! kwok=$(hack/kwok/build.sh); then
+			failed+=("churn: no Kubernetes or no kwok")
+			return
+		fi
+		flags='-p 1 -count=1'
+		FLUX_TEST_KUBE_BIN=$kube FLUX_TEST_KWOK=$kwok/kwok FLUX_CHURN_REPORT=$tally.churn tests churn ./test/churn
+		cat "$tally.churn" && rm -f "$tally.churn"
+		;;
 	crash)
 		# Packages with test files that are built only with the tag, wherever they are.
-		local tagged
+		local tagged bin
+		if ! bin=$(hack/localcluster/build.sh kube-apiserver etcd); then
+			failed+=("crash: no kube-apiserver")
+			return
+		fi
 		tagged=$(grep -rlE --include='*_test.go' '^//go:build .*failpoint' internal test 2>/dev/null | xargs -r dirname | sed 's|^|./|' | sort -u)
 		with_cri crash || return
 		flags='-tags failpoint -p 1 -count=1'
-		tests "crash matrix" $(printf '%s\n' ./test/crash $tagged | sort -u)
+		FLUX_TEST_KUBE_BIN=$bin tests "crash matrix" $(printf '%s\n' ./test/crash $tagged | sort -u)
 		;;
 	*)
 		echo "test.sh: no stage $1" >&2

@@ -5,7 +5,7 @@
 //
 // It is one image for all components, with nothing in it but static programs and the CAs of this machine; which
 // program runs is said by the Pod. The Dockerfile makes the same for those who build with Docker. The same programs give
-// the same image, bit for bit.
+// the same image, bit for bit. Other programs than ours (-programs), as tests have them, become an image of their own.
 package main
 
 import (
@@ -19,6 +19,7 @@ import (
 	"os"
 	"path/filepath"
 	"runtime"
+	"strings"
 
 	"github.com/google/go-containerregistry/pkg/authn"
 	"github.com/google/go-containerregistry/pkg/name"
@@ -39,9 +40,11 @@ func main() {
 	bin := flag.String("bin", "bin", "`folder` of the programs")
 	push := flag.String("push", "", "`reference` to push to")
 	insecure := flag.Bool("insecure", false, "push over plain HTTP")
+	only := flag.String("programs", strings.Join(programs, ","), "`names` of the programs")
 	archive := flag.String("archive", "", "`file` to write a docker archive to")
 	ref := flag.String("name", "flux-sandbox:latest", "the image's `reference` in the archive")
 	flag.Parse()
+	programs = strings.Split(*only, ",")
 	if err := run(*bin, *push, *insecure, *archive, *ref); err != nil {
 		fmt.Fprintln(os.Stderr, "image:", err)
 		os.Exit(1)
