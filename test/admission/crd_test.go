@@ -164,6 +164,10 @@ func TestImmutable(t *testing.T) {
 	if got, _, _ := unstructured.NestedString(template.Object, "spec", "template", "metadata", "labels", "a"); got != "b" {
 		t.Error("the labels of the template are lost")
 	}
+	const (
+		fixedTemplate  = `of template only the images of its containers and their CPU and memory can be changed, as the Pod is made from it: delete the sandbox and create another`
+		fixedResources = `of the resources of a container in template only CPU and memory can be changed, and none can be taken away: delete the sandbox and create another`
+	)
 	entry := func(more string) string { return `spec: {dynamicVolumes: [` + volume("/a", more) + `]}` }
 	for _, tc := range []struct {
 		object          *unstructured.Unstructured
@@ -196,8 +200,18 @@ func TestImmutable(t *testing.T) {
 		{pod, `spec: {podRef: {container: b}}`, `podRef cannot be changed, as the sandbox is that Pod: create another Sandbox for another Pod`},
 		{pod, `spec: {podRef: null}`, `podRef cannot be added or removed: delete the sandbox and create another`},
 		{pod, entry(""), ``},
-		{template, `spec: {template: {metadata: {labels: {a: c}}}}`, `template cannot be changed, as the Pod is made from it: delete the sandbox and create another`},
-		{template, `spec: {template: {spec: {containers: [{name: a, image: alpine}]}}}`, `template cannot be changed, as the Pod is made from it: delete the sandbox and create another`},
+		{template, `spec: {template: {metadata: {labels: {a: c}}}}`, fixedTemplate},
+		{template, `spec: {template: {spec: {containers: [{name: a, image: alpine}]}}}`, ``},
+		{template, `spec: {template: {spec: {containers: [{name: a, image: busybox, resources: {limits: {cpu: 1, memory: 1Gi}, requests: {cpu: 1}}}]}}}`, ``},
+		{template, `spec: {template: {spec: {containers: [{name: a, image: busybox, resources: {limits: {cpu: 2, memory: 2Gi}, requests: {cpu: 500m}}}]}}}`, ``},
+		{template, `spec: {template: {spec: {containers: [{name: a, image: busybox, resources: {limits: {cpu: 2}, requests: {cpu: 500m}}}]}}}`, fixedResources},
+		{template, `spec: {template: {spec: {containers: [{name: a, image: busybox}]}}}`, fixedResources},
+		{template, `spec: {template: {spec: {containers: [{name: a, image: busybox, resources: {limits: {cpu: 2, memory: 2Gi, gpu: 1}, requests: {cpu: 500m}}}]}}}`, fixedResources},
+		{template, `spec: {template: {spec: {containers: [{name: a, image: busybox, command: [sh], resources: {limits: {cpu: 2, memory: 2Gi}, requests: {cpu: 500m}}}]}}}`, fixedTemplate},
+		{template, `spec: {template: {spec: {containers: [{name: b, image: busybox}]}}}`, fixedTemplate},
+		{template, `spec: {template: {spec: {hostNetwork: true}}}`, fixedTemplate},
+		{template, `spec: {template: {spec: {initContainers: [{name: i, image: busybox}]}}}`, fixedTemplate},
+		{template, `spec: {template: null}`, `template cannot be added or removed: delete the sandbox and create another`},
 		{template, entry(""), ``},
 	} {
 		err := c.patch(tc.object, tc.patch)

@@ -18,6 +18,7 @@ import (
 	"k8s.io/client-go/rest"
 	"sigs.k8s.io/yaml"
 
+	agentsv1alpha1 "github.com/flux-sandbox/flux-sandbox/api/agents/v1alpha1"
 	"github.com/flux-sandbox/flux-sandbox/api/sandbox/v1alpha1"
 	"github.com/flux-sandbox/flux-sandbox/internal/testenv"
 	"github.com/flux-sandbox/flux-sandbox/internal/testenv/apiserver"
@@ -30,6 +31,8 @@ var (
 	sandboxes  = v1alpha1.GroupVersion.WithResource("sandboxes")
 	groups     = v1alpha1.GroupVersion.WithResource("sandboxgroups")
 	namespaces = schema.GroupVersionResource{Version: "v1", Resource: "namespaces"}
+	sets       = agentsv1alpha1.GroupVersion.WithResource("sandboxsets")
+	sbClaims   = agentsv1alpha1.GroupVersion.WithResource("sandboxclaims")
 	configMaps = schema.GroupVersionResource{Version: "v1", Resource: "configmaps"}
 )
 
@@ -64,8 +67,11 @@ func open(t *testing.T) cluster {
 			tenant := c.dryRunIn(probe, `spec: {tenantId: other}`)
 			pod := c.dryRunIn(probe, `spec: {template: {spec: {hostPID: true, containers: [{name: a}]}}, dynamicVolumes: [`+volume("/a", "")+`]}`)
 			nested := c.dryRunIn(probe, `spec: {dynamicVolumes: [`+volume("/a", "")+`, `+volume("/a/b", "")+`]}`)
+			claims := c.dryRunIn(probe, `spec: {template: {spec: {containers: [{name: a}]}}, volumeClaimTemplates: [`+claimTemplate("a", "")+`]}`)
+			_, set := c.create(probe, `{kind: SandboxSet, spec: {replicas: 0, template: {spec: {containers: []}}}}`)
 			_, label := stranger.Create(t.Context(), c.object(`{apiVersion: v1, kind: Namespace, metadata: {name: probe, labels: {sandbox.flux.io/tenant-id: x}}}`), metav1.CreateOptions{DryRun: dryRun})
-			return given == nil && trusted == nil && apierrors.IsForbidden(tenant) && apierrors.IsForbidden(pod) && apierrors.IsInvalid(nested) && apierrors.IsForbidden(label)
+			return given == nil && trusted == nil && apierrors.IsForbidden(tenant) && apierrors.IsForbidden(pod) && apierrors.IsInvalid(nested) && apierrors.IsInvalid(claims) && apierrors.IsInvalid(set) &&
+				apierrors.IsForbidden(label)
 		})
 	})
 	return c
@@ -101,16 +107,29 @@ func (c cluster) object(text string) *unstructured.Unstructured {
 	if err := yaml.Unmarshal([]byte(text), &o.Object); err != nil {
 		c.Fatalf("%v: %s", err, text)
 	}
-	if o.GetAPIVersion() == "" {
-		o.SetAPIVersion(v1alpha1.GroupVersion.String())
-	}
 	if o.GetKind() == "" {
 		o.SetKind("Sandbox")
+	}
+	if o.GetAPIVersion() == "" {
+		o.SetAPIVersion(resourceOf(o).GroupVersion().String())
 	}
 	if o.GetName() == "" {
 		o.SetName("test")
 	}
 	return o
+}
+
+// resourceOf is the resource of an object of ours.
+func resourceOf(o *unstructured.Unstructured) schema.GroupVersionResource {
+	switch o.GetKind() {
+	case "SandboxGroup":
+		return groups
+	case "SandboxSet":
+		return sets
+	case "SandboxClaim":
+		return sbClaims
+	}
+	return sandboxes
 }
 
 func (c cluster) create(namespace, text string) (*unstructured.Unstructured, error) {
@@ -119,11 +138,7 @@ func (c cluster) create(namespace, text string) (*unstructured.Unstructured, err
 	if namespace == "" {
 		namespace = "default"
 	}
-	resource := sandboxes
-	if o.GetKind() == "SandboxGroup" {
-		resource = groups
-	}
-	return c.admin.Resource(resource).Namespace(namespace).Create(c.Context(), o, metav1.CreateOptions{})
+	return c.admin.Resource(resourceOf(o)).Namespace(namespace).Create(c.Context(), o, metav1.CreateOptions{})
 }
 
 // made creates a Sandbox that goes with the test.
@@ -134,10 +149,7 @@ func (c cluster) made(namespace, text string) *unstructured.Unstructured {
 		c.Fatal(err)
 	}
 	c.Cleanup(func() {
-		r := c.admin.Resource(sandboxes).Namespace(o.GetNamespace())
-		if o.GetKind() == "SandboxGroup" {
-			r = c.admin.Resource(groups).Namespace(o.GetNamespace())
-		}
+		r := c.admin.Resource(resourceOf(o)).Namespace(o.GetNamespace())
 		if err := r.Delete(context.Background(), o.GetName(), metav1.DeleteOptions{}); err != nil && !apierrors.IsNotFound(err) {
 			c.Error(err)
 		}
@@ -166,7 +178,7 @@ func (c cluster) patch(o *unstructured.Unstructured, text string) error {
 	if err != nil {
 		c.Fatal(err)
 	}
-	_, err = c.admin.Resource(sandboxes).Namespace(o.GetNamespace()).
+	_, err = c.admin.Resource(resourceOf(o)).Namespace(o.GetNamespace()).
 		Patch(c.Context(), o.GetName(), types.MergePatchType, data, metav1.PatchOptions{})
 	return err
 }

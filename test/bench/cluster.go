@@ -19,6 +19,7 @@ import (
 	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
 	"k8s.io/apimachinery/pkg/fields"
 	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/apimachinery/pkg/util/rand"
 	"k8s.io/apimachinery/pkg/watch"
 	"k8s.io/client-go/dynamic"
 	"k8s.io/client-go/kubernetes"
@@ -46,37 +47,49 @@ var sandboxResource = v1alpha1.GroupVersion.WithResource("sandboxes")
 type clusterBench struct {
 	*program
 	client    kubernetes.Interface
+	all       dynamic.Interface
 	sandboxes dynamic.ResourceInterface
 	namespace string
+	// source is a directory of the node that is the Namespace's.
+	source string
+}
+
+// openCluster makes a Namespace in the local cluster; nil, and a line that says so, when there is no cluster.
+func openCluster(p *program, r *report) *clusterBench {
+	if _, err := os.Stat(clusterKubeconfig); err != nil {
+		r.value("cluster", "not measured: no local cluster runs (make cluster-up deploy)", "–")
+		return nil
+	}
+	config, err := clientcmd.BuildConfigFromFlags("", clusterKubeconfig)
+	p.must(err)
+	config.QPS, config.Burst, config.UserAgent = 1000, 1000, "flux-bench"
+	c := &clusterBench{program: p, namespace: fmt.Sprintf("bench-%d-%s", os.Getpid(), rand.String(5))}
+	c.client, err = kubernetes.NewForConfig(config)
+	p.must(err)
+	c.all, err = dynamic.NewForConfig(config)
+	p.must(err)
+	c.sandboxes = c.all.Resource(sandboxResource).Namespace(c.namespace)
+	_, err = c.client.CoreV1().Namespaces().Create(p.Context(), &corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: c.namespace,
+		Labels: map[string]string{v1alpha1.LabelTenantID: c.namespace}}}, metav1.CreateOptions{})
+	p.must(err)
+	c.source = filepath.Join(clusterVolumes, c.namespace, "data")
+	p.must(os.MkdirAll(c.source, 0o755))
+	p.Cleanup(func() {
+		p.must(c.client.CoreV1().Namespaces().Delete(context.Background(), c.namespace, metav1.DeleteOptions{}))
+		p.must(os.RemoveAll(filepath.Dir(c.source)))
+	})
+	return c
 }
 
 // benchCluster measures an attach and a detach through a real API server: from the patch that kubectl sends to the event that
 // says that the volume is mounted. The baseline is what one does without us: delete the Pod and create it again with the
 // volume.
 func benchCluster(p *program, r *report, s sizes) {
-	if _, err := os.Stat(clusterKubeconfig); err != nil {
-		r.value("cluster", "not measured: no local cluster runs (make cluster-up deploy)", "–")
+	c := openCluster(p, r)
+	if c == nil {
 		return
 	}
-	config, err := clientcmd.BuildConfigFromFlags("", clusterKubeconfig)
-	p.must(err)
-	config.QPS, config.Burst, config.UserAgent = 1000, 1000, "flux-bench"
-	c := &clusterBench{program: p, namespace: fmt.Sprint("bench-", os.Getpid())}
-	c.client, err = kubernetes.NewForConfig(config)
-	p.must(err)
-	all, err := dynamic.NewForConfig(config)
-	p.must(err)
-	c.sandboxes = all.Resource(sandboxResource).Namespace(c.namespace)
-	_, err = c.client.CoreV1().Namespaces().Create(p.Context(), &corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: c.namespace,
-		Labels: map[string]string{v1alpha1.LabelTenantID: c.namespace}}}, metav1.CreateOptions{})
-	p.must(err)
-	source := filepath.Join(clusterVolumes, c.namespace, "data")
-	p.must(os.MkdirAll(source, 0o755))
-	p.Cleanup(func() {
-		p.must(c.client.CoreV1().Namespaces().Delete(context.Background(), c.namespace, metav1.DeleteOptions{}))
-		p.must(os.RemoveAll(filepath.Dir(source)))
-	})
-	_, err = all.Resource(v1alpha1.GroupVersion.WithResource("sandboxgroups")).Namespace(c.namespace).Create(p.Context(), object("SandboxGroup", "default",
+	_, err := c.all.Resource(v1alpha1.GroupVersion.WithResource("sandboxgroups")).Namespace(c.namespace).Create(p.Context(), object("SandboxGroup", "default",
 		map[string]any{"featureGates": map[string]any{"dynamicVolumeMount": true}}), metav1.CreateOptions{})
 	p.must(err)
 
@@ -87,26 +100,27 @@ func benchCluster(p *program, r *report, s sizes) {
 	from := c.audited()
 	for range pairs {
 		attach.add(func() {
-			patch.add(func() { c.patch(v1alpha1.DynamicVolume{VolumeType: "local", Source: source, Target: "/bench"}) })
-			c.await(events, "mounted", func(sb *v1alpha1.Sandbox) bool {
-				return len(sb.Status.Volumes) == 1 && sb.Status.Volumes[0].Phase == v1alpha1.VolumeMounted
-			})
+			patch.add(func() { c.patch("s", v1alpha1.DynamicVolume{VolumeType: "local", Source: c.source, Target: "/bench"}) })
+			c.await(events, "mounted", mounted)
 		})
 		detach.add(func() {
-			c.patch()
-			c.await(events, "detached", func(sb *v1alpha1.Sandbox) bool { return len(sb.Status.Volumes) == 0 })
+			c.patch("s")
+			c.await(events, "detached", detached)
 		})
 	}
 	calls := c.calls(from)
 	var podCreate samples
-	podCreate.add(func() { c.pod(source) })
+	local := corev1.VolumeSource{HostPath: &corev1.HostPathVolumeSource{Path: c.source}}
+	podCreate.add(func() { c.pod(local) })
 	for range podsRecreated {
 		recreate.add(func() {
-			p.must(c.client.CoreV1().Pods(c.namespace).Delete(p.Context(), "p", metav1.DeleteOptions{GracePeriodSeconds: ptr.To[int64](0)}))
-			c.pod(source)
+			c.deletePod()
+			c.pod(local)
 		})
 	}
-	// Last, so that the volumes above are measured with one sandbox.
+	c.deletePod()
+	c.claims(r, pairs)
+	// Last, so that the volumes above are measured with few sandboxes.
 	for i := range createdOneByOne {
 		create.add(func() { c.created(fmt.Sprint("one-", i)) })
 	}
@@ -131,6 +145,13 @@ func object(kind, name string, spec map[string]any) *unstructured.Unstructured {
 	return &unstructured.Unstructured{Object: map[string]any{"apiVersion": v1alpha1.GroupVersion.String(), "kind": kind,
 		"metadata": map[string]any{"name": name}, "spec": spec}}
 }
+
+// mounted says that the one volume of a sandbox is there, detached that none is.
+func mounted(sb *v1alpha1.Sandbox) bool {
+	return len(sb.Status.Volumes) == 1 && sb.Status.Volumes[0].Phase == v1alpha1.VolumeMounted
+}
+
+func detached(sb *v1alpha1.Sandbox) bool { return len(sb.Status.Volumes) == 0 }
 
 // created creates sandboxes, all at once, and waits until each runs.
 func (c *clusterBench) created(names ...string) {
@@ -185,22 +206,26 @@ func (c *clusterBench) await(events <-chan watch.Event, what string, holds func(
 	}
 }
 
-// patch makes these the sandbox's dynamic volumes.
-func (c *clusterBench) patch(volumes ...v1alpha1.DynamicVolume) {
+// patch makes these a sandbox's dynamic volumes.
+func (c *clusterBench) patch(name string, volumes ...v1alpha1.DynamicVolume) {
 	data, err := json.Marshal(map[string]any{"spec": map[string]any{"dynamicVolumes": slices.Concat([]v1alpha1.DynamicVolume{}, volumes)}})
 	c.must(err)
-	_, err = c.sandboxes.Patch(c.Context(), "s", types.MergePatchType, data, metav1.PatchOptions{})
+	_, err = c.sandboxes.Patch(c.Context(), name, types.MergePatchType, data, metav1.PatchOptions{})
 	c.must(err)
 }
 
+func (c *clusterBench) deletePod() {
+	c.must(c.client.CoreV1().Pods(c.namespace).Delete(c.Context(), "p", metav1.DeleteOptions{GracePeriodSeconds: ptr.To[int64](0)}))
+}
+
 // pod creates a Pod with the volume and waits until it runs.
-func (c *clusterBench) pod(source string) {
+func (c *clusterBench) pod(source corev1.VolumeSource) {
 	pods := c.client.CoreV1().Pods(c.namespace)
 	_, err := pods.Create(c.Context(), &corev1.Pod{ObjectMeta: metav1.ObjectMeta{Name: "p"}, Spec: corev1.PodSpec{
 		TerminationGracePeriodSeconds: ptr.To[int64](0),
 		Containers: []corev1.Container{{Name: "main", Image: "ubuntu:latest", ImagePullPolicy: corev1.PullIfNotPresent, Command: []string{"sleep", "3600"},
 			VolumeMounts: []corev1.VolumeMount{{Name: "data", MountPath: "/bench"}}}},
-		Volumes: []corev1.Volume{{Name: "data", VolumeSource: corev1.VolumeSource{HostPath: &corev1.HostPathVolumeSource{Path: source}}}},
+		Volumes: []corev1.Volume{{Name: "data", VolumeSource: source}},
 	}}, metav1.CreateOptions{})
 	c.must(err)
 	w, err := pods.Watch(c.Context(), metav1.ListOptions{FieldSelector: fields.OneTermEqualSelector(metav1.ObjectNameField, "p").String()})

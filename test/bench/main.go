@@ -1,7 +1,7 @@
 // Command bench measures FluxSandbox on this machine and prints what it found as Markdown: each figure beside its
 // baseline, taken in the same run, and each budget of the design (section 11) met or missed.
 //
-//	go run ./test/bench [-only engine,create,api,fleet,placement,cluster] [-quick]
+//	go run ./test/bench [-only engine,create,api,fleet,placement,cluster,pools] [-quick]
 //
 // Its parts, which run one after another:
 //
@@ -52,6 +52,7 @@ var parts = []struct {
 	{"fleet", benchFleet},
 	{"placement", benchPlacement},
 	{"cluster", benchCluster},
+	{"pools", benchPools}, // last, as its Pods are a load for a while
 }
 
 func main() {

@@ -51,7 +51,7 @@ var scenarios = []scenario{
 		name: "create with volumes, delete",
 		points: []string{"container/create/*/*", "container/start/*/*", "container/stop/term/*", "container/stop/record-exit/*",
 			"container/delete-task/*/*", "container/delete/*/*", "!container/delete/kill/*", "!container/delete/task/*",
-			"sandbox/*/*", "!sandbox/journal-stopped/*",
+			"sandbox/*/*", "finalizer/release/*", "!sandbox/journal-stopped/*",
 			"attach/journal-intent/*", "attach/move/*", "attach/journal-mounted/*"},
 		steps: []step{create(fullVictim), remove},
 	},

@@ -2,9 +2,11 @@ package e2e
 
 import (
 	"bytes"
+	"encoding/json"
 	"os"
 	"os/exec"
 	"path/filepath"
+	"strings"
 	"testing"
 
 	authenticationv1 "k8s.io/api/authentication/v1"
@@ -96,4 +98,54 @@ func (a *caller) run(t *testing.T, args ...string) string {
 		t.Fatalf("fluxctl %q: %v\n%s", args, err, indent(out))
 	}
 	return out
+}
+
+// Somebody with a kubeconfig needs no address: fluxctl finds the controller, and calls as a ServiceAccount of the namespace.
+func TestFluxctlWithAKubeconfig(t *testing.T) {
+	c := open(t)
+	must(t, os.WriteFile(filepath.Join(c.dir("a"), "hello"), []byte("from a\n"), 0o644))
+	c.running("s", ticking, nil)
+	fluxctl := func(stdin string, args ...string) (string, error) {
+		cmd := exec.CommandContext(t.Context(), os.Getenv(fluxctlEnv), append([]string{"--kubeconfig", os.Getenv(kubeconfigEnv), "-n", c.namespace}, args...)...)
+		cmd.Stdin = strings.NewReader(stdin)
+		out, err := cmd.CombinedOutput()
+		return string(out), err
+	}
+	// The ServiceAccount may do nothing yet.
+	if out, err := fluxctl("", "ps"); err == nil || !strings.Contains(out, "system:serviceaccount:"+c.namespace+":default") || !strings.Contains(out, "FORBIDDEN") {
+		t.Errorf("%v: %s", err, out)
+	}
+	_, err := c.client.RbacV1().RoleBindings(c.namespace).Create(t.Context(), &rbacv1.RoleBinding{ObjectMeta: metav1.ObjectMeta{Name: "default"},
+		RoleRef:  rbacv1.RoleRef{APIGroup: rbacv1.GroupName, Kind: "ClusterRole", Name: "flux-sandbox-user"},
+		Subjects: []rbacv1.Subject{{Kind: rbacv1.ServiceAccountKind, Namespace: c.namespace, Name: "default"}}}, metav1.CreateOptions{})
+	must(t, err)
+	var out string
+	run := func(stdin string, args ...string) string {
+		t.Helper()
+		var err error
+		if out, err = fluxctl(stdin, args...); err != nil {
+			t.Fatalf("fluxctl %q: %v\n%s", args, err, indent(out))
+		}
+		return out
+	}
+	c.wait("the right is there", func() (bool, string) {
+		out, err := fluxctl("", "ps")
+		return err == nil && strings.Contains(out, "Running"), out
+	})
+	run("", "volume", "add", "s", "--source", c.data("a"), "--target", "/a")
+	if run("", "exec", "s", "--", "cat", "/a/hello"); out != "from a\n" {
+		t.Errorf("exec printed %q", out)
+	}
+	run("", "volume", "rm", "s", "/a")
+	template, err := json.Marshal(corev1.PodTemplateSpec{Spec: podSpec(reader)})
+	must(t, err)
+	run(string(template), "run", "--name", "p", "--template", "-", "--volume", "source="+c.data("a")+",target=/data")
+	if !strings.Contains(out, "is Running") {
+		t.Errorf("a sandbox of a template: %s", out)
+	}
+	run("", "rm", "p")
+	// Which cluster is not asked, but told.
+	if out, err := fluxctl("", "--system-namespace", c.namespace, "ps"); err == nil || !strings.Contains(out, "is FluxSandbox installed in the cluster") {
+		t.Errorf("%v: %s", err, out)
+	}
 }

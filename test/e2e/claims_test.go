@@ -72,3 +72,28 @@ func TestADeletedClaimStaysUntilTheLastDetach(t *testing.T) {
 	})
 	uninterrupted(t, two)
 }
+
+// A PersistentVolume that nobody has claimed becomes one Namespace's with its first use, whichever path it takes: another
+// tenant that names it gets nothing of it.
+func TestAFreeVolumeIsOneNamespaces(t *testing.T) {
+	mine := open(t)
+	theirs := mine.beside()
+	name := mine.persistent("free", func(*corev1.PersistentVolume) {})
+	for _, c := range []*cluster{mine, theirs} {
+		c.running("one", ticking, nil)
+	}
+	mine.volumes("one", pv(name, "/data"))
+	if row := mine.row("one", "/data", v1alpha1.VolumeMounted); row.PVCName != "flux-"+name || row.Path != v1alpha1.VolumePathLocal {
+		t.Errorf("row %+v", row)
+	}
+	theirs.volumes("one", pv(name, "/data"))
+	if row := theirs.row("one", "/data", v1alpha1.VolumeFailed); row.Reason != string(fault.SourceDenied) {
+		t.Errorf("row %+v", row)
+	}
+	if p := mine.process(mine.get("one")); read(t, p.path("data", "hello")) != "from free" {
+		t.Error("the volume is not there")
+	}
+	if p := theirs.process(theirs.get("one")); p.mountAt(t, "/data") != "" {
+		t.Error("the other tenant has it mounted")
+	}
+}

@@ -263,6 +263,12 @@ func local(source, target string) v1alpha1.DynamicVolume {
 // wait waits until something holds; where says where it stands.
 func (c *cluster) wait(what string, holds func() (ok bool, where string)) {
 	c.t.Helper()
+	c.waitFor(patience, what, holds)
+}
+
+// waitFor is wait for what takes longer.
+func (c *cluster) waitFor(patience time.Duration, what string, holds func() (ok bool, where string)) {
+	c.t.Helper()
 	where := ""
 	if !testenv.Poll(patience, func() (ok bool) {
 		ok, where = holds()
@@ -321,7 +327,11 @@ func (c *cluster) noRow(name, target string) {
 
 // kubectl runs kubectl in the test's namespace.
 func (c *cluster) kubectl(args ...string) (string, error) {
-	cmd := exec.CommandContext(c.t.Context(), os.Getenv(kubectlEnv), append([]string{"--kubeconfig", os.Getenv(kubeconfigEnv),
+	return c.kubectlIn(c.t.Context(), args...)
+}
+
+func (c *cluster) kubectlIn(ctx context.Context, args ...string) (string, error) {
+	cmd := exec.CommandContext(ctx, os.Getenv(kubectlEnv), append([]string{"--kubeconfig", os.Getenv(kubeconfigEnv),
 		"--cache-dir", filepath.Join(os.TempDir(), c.namespace), "-n", c.namespace}, args...)...)
 	c.t.Cleanup(func() { _ = os.RemoveAll(filepath.Join(os.TempDir(), c.namespace)) })
 	out, err := cmd.CombinedOutput()

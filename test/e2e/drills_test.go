@@ -12,6 +12,7 @@ import (
 	"path/filepath"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -283,27 +284,49 @@ func TestOldWriterLosesNothing(t *testing.T) {
 	f := c.fleet(1)
 	ctx, stop := context.WithCancel(t.Context())
 	var writer sync.WaitGroup
-	writes := 0
+	var writes, erased atomic.Int32
+	// What an old build knows of a status. It reads the object, and writes that back.
+	type oldStatus struct {
+		Phase string `json:"phase,omitempty"`
+		Node  string `json:"node,omitempty"`
+	}
+	api := c.dynamic.Resource(sandboxes).Namespace(c.namespace)
 	writer.Go(func() {
 		for i := 0; ctx.Err() == nil; i++ {
-			patch, _ := json.Marshal(map[string]any{"status": map[string]any{"message": ""}, "metadata": map[string]any{"annotations": map[string]string{"old/writer": fmt.Sprint(i)}}})
-			for _, sub := range [][]string{{"status"}, nil} {
-				if _, err := c.dynamic.Resource(sandboxes).Namespace(c.namespace).Patch(ctx, "f0", types.MergePatchType, patch, metav1.PatchOptions{}, sub...); err == nil {
-					writes++
-				}
+			patch, _ := json.Marshal(map[string]any{"metadata": map[string]any{"annotations": map[string]string{"old/writer": fmt.Sprint(i)}}})
+			if _, err := api.Patch(ctx, "f0", types.MergePatchType, patch, metav1.PatchOptions{}); err == nil {
+				writes.Add(1)
+			}
+			o, err := api.Get(ctx, "f0", metav1.GetOptions{})
+			if err != nil {
+				continue
+			}
+			known, _ := json.Marshal(o.Object["status"])
+			var old oldStatus
+			var status map[string]any
+			_ = json.Unmarshal(known, &old)
+			known, _ = json.Marshal(old)
+			_ = json.Unmarshal(known, &status)
+			o.Object["status"] = status
+			if _, err := api.UpdateStatus(ctx, o, metav1.UpdateOptions{}); err == nil {
+				erased.Add(1)
 			}
 		}
 	})
-	for i := range 5 {
-		f.add(fmt.Sprint("/v", i))
-		c.row("f0", fmt.Sprint("/v", i), v1alpha1.VolumeMounted)
+	const enough, most = 10, 25
+	targets := []string{"/first"}
+	for len(targets) < most && (len(targets) <= 5 || writes.Load() < enough || erased.Load() < enough) {
+		target := fmt.Sprint("/v", len(targets))
+		f.add(target)
+		c.row("f0", target, v1alpha1.VolumeMounted)
+		targets = append(targets, target)
 	}
 	stop()
 	writer.Wait()
-	if writes < 10 {
-		t.Errorf("the old writer wrote %d times only", writes)
+	if writes.Load() < enough || erased.Load() < enough {
+		t.Errorf("the old writer wrote %d times only, the status %d times", writes.Load(), erased.Load())
 	}
-	f.whole("/first", "/v0", "/v1", "/v2", "/v3", "/v4")
+	f.whole(targets...)
 }
 
 // Whoever is nobody gets nothing from the controller, nor from an agent.

@@ -19,12 +19,16 @@ import (
 )
 
 // claimOf makes a claim of a class.
-func (c *cluster) claimOf(name, class, size string) {
+func (c *cluster) claimOf(name, class, size string, changes ...func(*corev1.PersistentVolumeClaim)) {
 	c.t.Helper()
-	_, err := c.client.CoreV1().PersistentVolumeClaims(c.namespace).Create(c.t.Context(), &corev1.PersistentVolumeClaim{
+	claim := &corev1.PersistentVolumeClaim{
 		ObjectMeta: metav1.ObjectMeta{Name: name}, Spec: corev1.PersistentVolumeClaimSpec{StorageClassName: &class,
 			AccessModes: []corev1.PersistentVolumeAccessMode{corev1.ReadWriteOnce},
-			Resources:   corev1.VolumeResourceRequirements{Requests: corev1.ResourceList{corev1.ResourceStorage: resource.MustParse(size)}}}}, metav1.CreateOptions{})
+			Resources:   corev1.VolumeResourceRequirements{Requests: corev1.ResourceList{corev1.ResourceStorage: resource.MustParse(size)}}}}
+	for _, change := range changes {
+		change(claim)
+	}
+	_, err := c.client.CoreV1().PersistentVolumeClaims(c.namespace).Create(c.t.Context(), claim, metav1.CreateOptions{})
 	must(c.t, err)
 }
 

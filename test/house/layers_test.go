@@ -21,7 +21,7 @@ type layer struct {
 }
 
 // leaves import nothing of ours, and everybody but mount and capacity may import them.
-var leaves = []string{"internal/fault", "internal/failpoint", "internal/version", "internal/unixsocket", "api"}
+var leaves = []string{"internal/fault", "internal/failpoint", "internal/version", "internal/unixsocket", "internal/grpcstop", "api"}
 
 // Clients of the world outside. What decides (scheduler, volume, and who asks them) knows neither.
 var (
@@ -40,6 +40,7 @@ var layers = []layer{
 	{dir: "internal/failpoint", only: []string{}},
 	{dir: "internal/version", only: []string{}},
 	{dir: "internal/unixsocket", only: []string{}},
+	{dir: "internal/grpcstop", only: []string{"google.golang.org/grpc"}},
 	{dir: "api", never: clients},
 
 	// One floor up: each knows the kernel or the API, none knows another but where it must.

@@ -124,22 +124,44 @@ func TestTargetRemovedFromANestedNamespace(t *testing.T) {
 	sb.Shell(t, "test -e /target/precious")
 }
 
-func TestTargetMovedFromANestedNamespace(t *testing.T) {
+// The mount goes with its directory, be that a parent, moved inside, or the target itself, moved where it is no mount point.
+func TestTargetMovedWhileMounted(t *testing.T) {
 	n := agenttest.New(t, nil)
 	source := n.Dir(t, "t1", "data")
-	sb := n.Run(t, agenttest.Sandbox{Tenant: "t1"})
-	sb.Shell(t, "mkdir /parent /parent/target /elsewhere")
-	sb.Attach(t, agenttest.Volume{Source: source, Target: "/parent/target"})
-	sb.Shell(t, "mv /parent /elsewhere/parent") // the parent, with the mount in it
-	if _, ok := sb.Mounts(t)["/elsewhere/parent/target"]; !ok {
-		t.Fatal("the mount did not move: the test shows nothing")
-	}
-	if r := sb.Detach(t, "/parent/target", false); r.GetResult() != agentv1.DetachResponse_DETACHED {
-		t.Errorf("detach of a mount that was moved: %v", r)
-	}
-	for at, m := range sb.Mounts(t) {
-		if strings.HasSuffix(at, "/target") {
-			t.Errorf("still mounted: %+v", m)
-		}
+	must(t, os.WriteFile(filepath.Join(source, "precious"), nil, 0o644))
+	for name, tc := range map[string]struct {
+		move func(*agenttest.Sandbox, *intruder) string
+		to   string
+	}{
+		"a parent, inside": {func(sb *agenttest.Sandbox, _ *intruder) string {
+			sb.Shell(t, "mv /parent /elsewhere/parent")
+			return "ok"
+		}, "/elsewhere/parent/target"},
+		"the target, from a nested namespace": {func(_ *agenttest.Sandbox, i *intruder) string {
+			return i.do("mv", "/parent/target", "/elsewhere/target")
+		}, "/elsewhere/target"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			sb := n.Run(t, agenttest.Sandbox{Tenant: "t1"})
+			sb.Shell(t, "mkdir /parent /parent/target /elsewhere")
+			intruder := enter(t, sb.PID(t), nested) // made before the attach: it does not see the volume
+			sb.Attach(t, agenttest.Volume{Source: source, Target: "/parent/target"})
+			if got := tc.move(sb, intruder); got != "ok" {
+				t.Fatal("move:", got)
+			}
+			if _, ok := sb.Mounts(t)[tc.to]; !ok {
+				t.Fatal("the mount did not move: the test shows nothing")
+			}
+			if r := sb.Detach(t, "/parent/target", false); r.GetResult() != agentv1.DetachResponse_DETACHED {
+				t.Errorf("detach of a mount that was moved: %v", r)
+			}
+			for at, m := range sb.Mounts(t) {
+				if strings.HasSuffix(at, "/target") {
+					t.Errorf("still mounted: %+v", m)
+				}
+			}
+			sb.Attach(t, agenttest.Volume{Source: source, Target: "/parent/target"})
+			sb.Shell(t, "test -e /parent/target/precious")
+		})
 	}
 }
