@@ -19,8 +19,8 @@ demo: setup build ## show what it does, for real, on this machine (root)
 	@hack/clean-run.sh hack/demo.sh
 
 .PHONY: test
-test: setup build ## run all tests: unit, house rules, API server, integration (root), containerd 2.x, crash matrix
-	@hack/clean-run.sh hack/test.sh unit apiserver integration containerd2 crash
+test: setup build ## run all tests: unit, house rules, API server, churn, integration (root), containerd 2.x, crash matrix
+	@hack/clean-run.sh hack/test.sh unit apiserver churn integration containerd2 crash
 
 .PHONY: test-unit
 test-unit: ## run the tests that need nothing of the machine
@@ -30,9 +30,13 @@ test-unit: ## run the tests that need nothing of the machine
 crash: setup ## run the crash matrix alone (root)
 	@hack/clean-run.sh hack/test.sh crash
 
+.PHONY: churn
+churn: setup ## have everything go wrong at once on simulated nodes (FLUX_CHURN_TIME=2m, FLUX_CHURN_SEED)
+	@hack/clean-run.sh hack/test.sh churn
+
 .PHONY: soak
-soak: setup build ## run the long forms of the integration tests and of the fuzzers (root; hours)
-	@FLUX_SOAK=1 TESTFLAGS='-count=1 -timeout=6h' hack/clean-run.sh hack/test.sh integration crash
+soak: setup build ## run the long forms of the integration tests, of the churn and of the fuzzers (root; hours)
+	@FLUX_SOAK=1 TESTFLAGS='-count=1 -timeout=6h' hack/clean-run.sh hack/test.sh integration churn crash
 	@FUZZTIME=10m hack/fuzz.sh
 
 .PHONY: fuzz
