@@ -71,6 +71,9 @@ const RuntimeRunc = "io.containerd.runc.v2"
 
 // Find is the container of a Ref that lives, or else the newest. ErrNotFound if there is none.
 func (r *Runtime) Find(ctx context.Context, ref Ref) (Container, error) {
+	if c, ok := r.findKnown(ctx, ref); ok {
+		return c, nil
+	}
 	list, err := r.list(ctx, ref.PodUID, fmt.Sprintf("labels.%q==%q,labels.%q==%q", labelContainer, ref.Container, labelKind, kindContainer))
 	if err != nil {
 		return Container{}, err
@@ -94,6 +97,21 @@ func (r *Runtime) Find(ctx context.Context, ref Ref) (Container, error) {
 		return Container{}, fault.New(errdefs.ErrNotFound, fault.SandboxNotRunning, "containerd has no %s", ref)
 	}
 	return *newest, nil
+}
+
+// findKnown is the container of a Ref that lives, if its id is known: to list costs containerd a look at every container of
+// the node.
+func (r *Runtime) findKnown(ctx context.Context, ref Ref) (Container, bool) {
+	for _, id := range r.known.of(ref.PodUID) {
+		record, err := r.client.ContainerService().Get(r.context(ctx), id)
+		if err != nil || record.Labels[labelContainer] != ref.Container || record.Labels[labelKind] != kindContainer {
+			continue
+		}
+		if c, err := r.container(ctx, record); err == nil && c.Ref == ref && c.Alive {
+			return c, true
+		}
+	}
+	return Container{}, false
 }
 
 // Exists says whether the node has anything of a Pod, be it only its sandbox.

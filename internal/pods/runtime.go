@@ -92,7 +92,8 @@ func (r *Runtime) context(ctx context.Context) context.Context {
 	return namespaces.WithNamespace(ctx, r.config.Namespace)
 }
 
-// knownContainers are the Pods of containers by their id: the event of a container that was deleted names the id alone.
+// knownContainers are the Pods of containers by their id: the event of a container that was deleted names the id alone. What it
+// has of a Pod may lag behind containerd.
 type knownContainers struct {
 	mu   sync.Mutex // guards pods
 	pods map[string]string
@@ -116,6 +117,18 @@ func (k *knownContainers) get(id string) (podUID string, ok bool) {
 	defer k.mu.Unlock()
 	podUID, ok = k.pods[id]
 	return podUID, ok
+}
+
+// of are the containers of a Pod.
+func (k *knownContainers) of(podUID string) (ids []string) {
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	for id, of := range k.pods {
+		if of == podUID {
+			ids = append(ids, id)
+		}
+	}
+	return ids
 }
 
 func (k *knownContainers) drop(id string) {

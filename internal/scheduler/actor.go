@@ -116,10 +116,12 @@ type volumeState struct {
 	// topology is how the volume's domain compared when it was attached.
 	topology topologyResult
 	resolved *ResolvedVolume
-	// unsure is set when an attach was answered and the inventory may have said since that the mount is gone:
-	// the message after which it has to be confirmed, and until when.
-	unsure    uint64
-	confirmBy time.Time
+	// answeredID is the operation that mounted what the last attach was answered with. The inventory comes by another way: it
+	// may be behind that answer until confirmBy.
+	answeredID string
+	confirmBy  time.Time
+	// unsure is set when it may have said since that the mount is gone: the message after which it has to be confirmed.
+	unsure uint64
 	// settleBy is until when something that is under way on the node is waited for.
 	settleBy time.Time
 	// atCreate: the container of the Pod turned out not to run.

@@ -33,6 +33,10 @@ func (m *VolumeManager) planAttach(p *pass, v *volumeState, e *entry, have *agen
 		m.attach(p, v, e) // it is a no-op if the mount is there
 		return
 	}
+	if have != nil && v.answeredID != "" && isBegun(have, v.answeredID) && p.now.Before(v.confirmBy) {
+		p.lookAt(v.confirmBy) // the inventory is behind the answer
+		return
+	}
 	current := v.row != nil && v.row.EntryHash == e.hash && !v.retained
 	if p.off != nil {
 		if !current || v.row.Phase != v1alpha1.VolumeMounted {
@@ -407,9 +411,9 @@ func (m *VolumeManager) attached(p *pass, v *volumeState, r result) {
 		m.failedBy(p, v, e, r)
 		return
 	}
-	v.unsure = 0
+	v.unsure, v.answeredID, v.confirmBy = 0, record.GetOperationId(), p.now.Add(confirmAfter)
 	if !p.registry.addVolume(r.op.node, p.a.uid, record, r.op.heard, r.op.pod) {
-		v.unsure, v.confirmBy = p.registry.heard(r.op.node, p.a.uid), p.now.Add(confirmAfter)
+		v.unsure = p.registry.heard(r.op.node, p.a.uid)
 	}
 	if prepared {
 		m.log(p, "prepared for the Pod's container", &e.DynamicVolume, v, r, nil)

@@ -47,6 +47,9 @@ type fakeAgent struct {
 	// prepared are the keys of volumes that it has ready.
 	prepared []string
 	detaches []*agentv1.DetachRequest
+	// begun, if set, is called between the message that tells of an attach that is under way and its answer, which is told by
+	// no message then.
+	begun func()
 }
 
 func newFakeAgent(node string, now func() *timestamppb.Timestamp) *fakeAgent {
@@ -214,6 +217,14 @@ func (f *fakeAgent) Attach(ctx context.Context, in *agentv1.AttachRequest, _ ...
 		m.Phase, m.Attached = recordPrepared, ""
 	}
 	s.Volumes = append(s.Volumes, m)
+	if f.begun != nil {
+		answer := proto.CloneOf(m)
+		m.Phase = recordAttaching
+		f.changed(uid)
+		f.begun()
+		m.Phase = answer.Phase
+		return &agentv1.AttachResponse{Record: answer}, nil
+	}
 	f.changed(uid)
 	return &agentv1.AttachResponse{Record: proto.CloneOf(m)}, nil
 }

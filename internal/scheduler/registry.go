@@ -314,12 +314,18 @@ func (r *InMemoryRegistry) addVolume(node string, uid types.UID, record *agentv1
 		return true
 	}
 	s := e.states[uid]
-	listed := slices.ContainsFunc(s.GetVolumes(), func(m *agentv1.MountRecord) bool { return m.GetTarget() == target })
+	i := slices.IndexFunc(s.GetVolumes(), func(m *agentv1.MountRecord) bool { return m.GetTarget() == target })
+	listed := i >= 0 && !isBegun(s.GetVolumes()[i], record.GetOperationId())
 	if !quiet && (listed || pod == nil && s.GetPhase() != stateRunning && s.GetPhase() != stateCreated) {
 		return true
 	}
 	e.states[uid] = withVolume(s, target, record)
 	return quiet
+}
+
+// isBegun says whether a record is the one of an attach from before its end: its answer says more.
+func isBegun(m *agentv1.MountRecord, operationID string) bool {
+	return m.GetPhase() == recordAttaching && m.GetOperationId() == operationID
 }
 
 // leaveVolume takes over a volume that is detached and not quite gone, unless the inventory says that it is gone.

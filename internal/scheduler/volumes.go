@@ -12,6 +12,7 @@ import (
 // The phases of an agent's MountRecord.
 const (
 	recordPrepared  = "Prepared"
+	recordAttaching = "Attaching"
 	recordMounted   = "Mounted"
 	recordDetaching = "Detaching"
 	recordFailed    = "Failed"

@@ -474,6 +474,38 @@ func TestAMountInTheMiddleOfADetachMayStay(t *testing.T) {
 	w.rowIs("a", "/data", v1alpha1.VolumeMounted)
 }
 
+// The inventory and the answers to commands come by two ways. A message from the middle of an attach takes nothing away from its
+// answer, be it heard before or after that, and the agent is not asked again.
+func TestAMessageFromTheMiddleOfAnAttach(t *testing.T) {
+	w := newWorld(t)
+	uid := w.running("a", nil)
+	phase := func() string {
+		v := w.s.registry.state("n1", w.get("a").UID).GetVolumes()
+		if len(v) == 0 {
+			return ""
+		}
+		return v[0].GetPhase()
+	}
+	w.agent().with(func() {
+		w.agent().begun = func() { w.eventually("the message is heard", func() bool { return phase() == recordAttaching }) }
+	})
+	w.add("a", local("/data", "r-1"))
+	w.rowIs("a", "/data", v1alpha1.VolumeMounted)
+	w.agent().with(func() { w.agent().begun = nil })
+	tell := func(phase string) {
+		w.agent().change(uid, func(s *agentv1.SandboxState) { s.Volumes[0].Phase = phase })
+	}
+	tell(recordMounted)
+	tell(recordAttaching)
+	w.eventually("the late message is heard", func() bool { return phase() == recordAttaching })
+	w.look("a")
+	if row := w.row("a", "/data"); row.Phase != v1alpha1.VolumeMounted || w.agent().count("attach /data") != 1 {
+		t.Errorf("row %+v after %d calls", row, w.agent().count("attach /data"))
+	}
+	// One that nothing follows is of another attach, which nobody waits for: the agent is asked.
+	w.within(2*confirmAfter, "asked again", func() bool { return w.agent().count("attach /data") == 2 })
+}
+
 func TestDetachReleasePending(t *testing.T) {
 	w := newWorld(t)
 	uid := w.running("a", func(sb *v1alpha1.Sandbox) { sb.Spec.DynamicVolumes = []v1alpha1.DynamicVolume{local("/data", "r-1")} })
