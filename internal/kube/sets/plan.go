@@ -85,8 +85,8 @@ func (v view) decide(spec *agentsv1alpha1.SandboxSetSpec) plan {
 	switch missing := wanted - len(v.live); {
 	case missing > 0:
 		pending := len(v.live) - v.available
-		// Those that still run are in the place of others until they are removed, which may have to wait (pass.replace).
-		there := len(slices.DeleteFunc(slices.Clone(v.over), Over))
+		// Those that still run are in the place of others until they are removed, which may have to wait (pass.replace) or fail.
+		there := len(slices.DeleteFunc(slices.Concat(v.over, v.removing), Over))
 		p.create = min(max(missing-there, 0), max(onTheWay-pending, 0), maxBurst)
 		// Old ones that do not run may never do: they would hold the places of those that are to be made.
 		p.remove = v.outdated(mayDelete, mayUpdate-going, 0)

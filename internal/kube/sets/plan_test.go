@@ -41,8 +41,14 @@ func member(state byte, revision string, age int) *v1alpha1.Sandbox {
 	case 'o':
 		sb.Status.Phase = v1alpha1.SandboxFailed
 	case 'r':
-		sb.Annotations = map[string]string{agentsv1alpha1.AnnotationRemoving: "true"}
+		return removed(sb)
 	}
+	return sb
+}
+
+// removed is a sandbox whose removal has begun.
+func removed(sb *v1alpha1.Sandbox) *v1alpha1.Sandbox {
+	sb.Annotations = map[string]string{agentsv1alpha1.AnnotationRemoving: "true"}
 	return sb
 }
 
@@ -72,7 +78,8 @@ func TestDecide(t *testing.T) {
 		{"down: what does not run, then old ones, then young ones", 1, nil, nil,
 			[]*v1alpha1.Sandbox{member('a', "new", 9), member('a', "new", 1), member('a', "old", 8), member('p', "new", 2), member('p', "old", 3)}, 0, []string{"pold3", "pnew2", "aold8", "anew1"}, nil},
 		{"down, bounded", 0, one, nil, []*v1alpha1.Sandbox{member('a', "new", 1), member('a', "new", 2)}, 0, []string{"anew1"}, nil},
-		{"a removal that began is finished, and made up for", 2, nil, nil, []*v1alpha1.Sandbox{member('a', "new", 1), member('r', "new", 2)}, 1, []string{"rnew2"}, nil},
+		{"a removal that began is finished before it is made up for", 2, nil, nil, []*v1alpha1.Sandbox{member('a', "new", 1), member('r', "new", 2)}, 0, []string{"rnew2"}, nil},
+		{"a removal that began of one that has ended", 2, nil, nil, []*v1alpha1.Sandbox{member('a', "new", 1), removed(member('o', "new", 2))}, 1, []string{"onew2"}, nil},
 		{"down, bounded, and a removal began", 0, one, nil, []*v1alpha1.Sandbox{member('a', "new", 1), member('r', "new", 2)}, 0, []string{"rnew2"}, nil},
 		{"down, bounded, and one is going", 0, one, nil, []*v1alpha1.Sandbox{member('a', "new", 1), member('t', "new", 2)}, 0, nil, nil},
 		{"a new revision", 2, nil, half, []*v1alpha1.Sandbox{member('a', "old", 1), member('a', "old", 2)}, 0, []string{"aold1"}, nil},
@@ -110,7 +117,7 @@ func TestDecideKeepsToItsBoundsAndEnds(t *testing.T) {
 			ScaleStrategy: agentsv1alpha1.ScaleStrategy{MaxUnavailable: ptr.To(intstr.FromInt(scale))}, UpdateStrategy: agentsv1alpha1.UpdateStrategy{MaxUnavailable: ptr.To(intstr.FromInt(update))}}
 		var pool []*v1alpha1.Sandbox
 		for i := range dice.IntN(20) {
-			pool = append(pool, member("aaptofd"[dice.IntN(7)], []string{"old", "new"}[dice.IntN(2)], i))
+			pool = append(pool, member("aaptofdr"[dice.IntN(8)], []string{"old", "new"}[dice.IntN(2)], i))
 		}
 		for step := 0; ; step++ {
 			if step > 500 {
@@ -122,10 +129,10 @@ func TestDecideKeepsToItsBoundsAndEnds(t *testing.T) {
 			if p.create > 0 && p.create+len(v.live)-v.available > onTheWay || p.create+len(v.live) > replicas && p.create > 0 {
 				t.Fatalf("creates %d of %d, %d live, %d available", p.create, replicas, len(v.live), v.available)
 			}
-			if running := len(slices.DeleteFunc(slices.Clone(v.over), Over)); p.create > 0 && p.create+len(v.live)+running > replicas {
-				t.Fatalf("creates %d of %d, %d live, %d to be replaced that run", p.create, replicas, len(v.live), running)
+			if running := len(slices.DeleteFunc(slices.Concat(v.over, v.removing), Over)); p.create > 0 && p.create+len(v.live)+running > replicas {
+				t.Fatalf("creates %d of %d, %d live, %d to be replaced or removed that run", p.create, replicas, len(v.live), running)
 			}
-			if n := len(p.remove) + len(p.replace); n > 0 && n+len(v.terminating) > onTheWay {
+			if n := len(p.remove) + len(p.replace); n > len(v.removing) && n+len(v.terminating) > onTheWay {
 				t.Fatalf("removes %d with %d on their way out, of %d", n, len(v.terminating), onTheWay)
 			}
 			if len(v.live) == replicas {
