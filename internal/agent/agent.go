@@ -174,7 +174,7 @@ func Open(ctx context.Context, config Config) (*Agent, error) {
 	a.offline = newOffline(a)
 	a.prepared = &preparedVolumes{sources: config.Sources, journal: j, log: config.Log, stopping: stopping,
 		bucket: rate.NewLimiter(rate.Limit(config.PrepareRate), config.PrepareBurst),
-		unused: a.reaper.wake, changed: a.inventory.changedKey, busy: map[string]*preparation{}, pins: map[string]int{}}
+		unused: a.reaper.wake, changed: a.preparedChanged, busy: map[string]*preparation{}, pins: map[string]int{}}
 	a.updater = &ContainerMountUpdater{journal: j, prepared: a.prepared, clock: config.Clock, log: config.Log,
 		changed: a.changed, unused: a.reaper.wake, nested: a.heldInside}
 	if a.metrics, err = newMetrics(a); err != nil {
@@ -277,4 +277,10 @@ func (a *Agent) all() []*sandbox {
 func (a *Agent) changed(uid string) {
 	a.inventory.changed(uid)
 	a.recorder.changed(uid)
+}
+
+// preparedChanged is told of a volume that was prepared, or released.
+func (a *Agent) preparedChanged(key string) {
+	a.offline.anew(key)
+	a.inventory.changedKey(key)
 }

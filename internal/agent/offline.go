@@ -22,14 +22,18 @@ type offline struct {
 	mu sync.Mutex // guards the fields below
 	// found is why a volume is offline, by key.
 	found map[string]string
-	asked map[string]context.CancelFunc
+	// asked are the looks under way, by key.
+	asked map[string]*inquiry
 }
+
+// inquiry is one look at a volume; it is told apart from another by its address.
+type inquiry struct{ cancel context.CancelFunc }
 
 // offlineEvery is with which heartbeat it is looked: a volume of kubelet's or of a file server costs a process.
 const offlineEvery = 3
 
 func newOffline(a *Agent) *offline {
-	return &offline{agent: a, found: map[string]string{}, asked: map[string]context.CancelFunc{}}
+	return &offline{agent: a, found: map[string]string{}, asked: map[string]*inquiry{}}
 }
 
 // look asks all mounted volumes, and waits for none.
@@ -51,9 +55,9 @@ func (o *offline) look() {
 			delete(o.found, key)
 		}
 	}
-	for key, cancel := range o.asked {
+	for key, i := range o.asked {
 		if _, ok := mounted[key]; !ok {
-			cancel()
+			i.cancel()
 		}
 	}
 	for key, v := range mounted {
@@ -61,19 +65,35 @@ func (o *offline) look() {
 			continue
 		}
 		ctx, cancel := context.WithCancel(o.agent.stopping)
-		o.asked[key] = cancel
+		i := &inquiry{cancel}
+		o.asked[key] = i
 		go func() {
 			defer cancel()
 			err := o.agent.prepared.online(ctx, v.Request, hangs(v, types))
-			o.answered(v, err)
+			o.answered(i, v, err)
 		}()
 	}
 }
 
+// anew forgets what was found of a volume that is prepared anew, or was released: what a look under way finds is of another mount.
+func (o *offline) anew(key string) {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	delete(o.found, key)
+	if i := o.asked[key]; i != nil {
+		i.cancel()
+		delete(o.asked, key)
+	}
+}
+
 // answered notes what a volume answered, and has the inventory tell of a change.
-func (o *offline) answered(v journal.Volume, err error) {
+func (o *offline) answered(i *inquiry, v journal.Volume, err error) {
 	key := v.Request.Key
 	o.mu.Lock()
+	if o.asked[key] != i {
+		o.mu.Unlock()
+		return
+	}
 	delete(o.asked, key)
 	_, was := o.found[key]
 	is := fault.ReasonOf(err) == fault.VolumeOffline

@@ -184,13 +184,13 @@ func (p *preparedVolumes) wait(ctx context.Context, op *preparation, r volume.Re
 // run carries out an operation that is in busy already.
 func (p *preparedVolumes) run(op *preparation, key string, f func() (volume.Prepared, error)) {
 	op.prepared, op.err = f()
+	if !op.check {
+		p.changed(key)
+	}
 	p.mu.Lock()
 	delete(p.busy, key)
 	p.mu.Unlock()
 	close(op.done)
-	if !op.check {
-		p.changed(key)
-	}
 	// A release that failed is the reaper's own, which tries it again in its time.
 	if op.fresh {
 		p.unused(key)
