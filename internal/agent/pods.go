@@ -227,10 +227,7 @@ func (a *Agent) podAt(ref pods.Ref) (*sandbox, bool) {
 
 // freshPod reads the state of a Pod's container, unless its init, which is pinned, is known to live.
 func (a *Agent) freshPod(ctx context.Context, sb *sandbox) error {
-	sb.mu.Lock()
-	fresh := sb.pod == nil || sb.pod.Gone || sb.ctx.Err() != nil || sb.process != nil && sb.process.Alive()
-	sb.mu.Unlock()
-	if fresh {
+	if sb.isFresh() {
 		return nil
 	}
 	release, err := sb.alone(ctx)
@@ -238,7 +235,26 @@ func (a *Agent) freshPod(ctx context.Context, sb *sandbox) error {
 		return err
 	}
 	defer release()
-	return a.readPod(ctx, sb)
+	if sb.isFresh() { // it was read for another volume meanwhile
+		return nil
+	}
+	if err := a.readPod(ctx, sb); err != nil {
+		return err
+	}
+	sb.mu.Lock()
+	refused := sb.pod == nil || sb.pod.refusal != nil
+	sb.mu.Unlock()
+	if !refused {
+		_, _ = sb.enter() // pins its init; who is to attach something asks again, and tells
+	}
+	return nil
+}
+
+// isFresh says whether nothing new is to be read of a sandbox that is a container of a Pod.
+func (s *sandbox) isFresh() bool {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.pod == nil || s.pod.Gone || s.ctx.Err() != nil || s.process != nil && s.process.Alive()
 }
 
 // unchangedPod says whether a Pod's container is the one that is held, and lives; that it was started is noted.

@@ -6,6 +6,7 @@ import (
 	"path/filepath"
 	"strconv"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -280,4 +281,34 @@ func TestPodsAtOnce(t *testing.T) {
 			t.Errorf("%d runs with the volume", got)
 		}
 	}
+}
+
+// readings counts how often the agent reads a container.
+type readings struct {
+	agent.Pods
+	n *atomic.Int32
+}
+
+func (r readings) Find(ctx context.Context, ref pods.Ref) (pods.Container, error) {
+	r.n.Add(1)
+	return r.Pods.Find(ctx, ref)
+}
+
+// Volumes that come at once for a Pod that the agent does not know cost containerd one question, not one each.
+func TestVolumesThatComeAtOnceReadTheirPodOnce(t *testing.T) {
+	var n atomic.Int32
+	node := newPodNode(t, func(c *agent.Config) { c.Pods = readings{c.Pods, &n} })
+	pod := node.env.Run(t, podstest.Pod{})
+	c := pod.Start(t, podstest.Container{})
+	sb := node.sandboxOf(pod, "main")
+	source := seeded(t, node.Dir(t, "t1", "data"))
+	var attaching sync.WaitGroup
+	for i := range 8 {
+		attaching.Go(func() { sb.Attach(t, agenttest.Volume{Source: source, Target: "/data" + strconv.Itoa(i)}) })
+	}
+	attaching.Wait()
+	if n.Load() != 1 {
+		t.Errorf("the container was read %d times", n.Load())
+	}
+	c.Exec(t, "cat /data0/seed /data7/seed")
 }
