@@ -7,6 +7,7 @@ import (
 	"log/slog"
 	"net"
 	"sync"
+	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
 	"golang.org/x/sync/errgroup"
@@ -15,6 +16,7 @@ import (
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/apimachinery/pkg/util/wait"
 	"k8s.io/client-go/informers"
 	"k8s.io/client-go/kubernetes"
 	"k8s.io/client-go/rest"
@@ -276,6 +278,22 @@ func (c *controller) ready() error {
 	}
 }
 
+// knowAll returns when all that was written in the terms before this one is known; false when the term ends first. The watch of the
+// sandboxes may be behind by any time, while that of the Pods begins with the term: a sandbox that is gone with its Pod would be
+// one whose Pod is missing, and get another, with new claims that nobody deletes.
+func (c *controller) knowAll(ctx context.Context) bool {
+	return wait.PollUntilContextCancel(ctx, knowAgain, true, func(ctx context.Context) (bool, error) {
+		err := c.store.Refresh(ctx)
+		if err != nil && ctx.Err() == nil {
+			c.log.Warn("the sandboxes cannot be read, so the term does not begin; trying again", "error", err)
+		}
+		return err == nil, nil
+	}) == nil
+}
+
+// knowAgain is the time between two tries of knowAll.
+const knowAgain = 200 * time.Millisecond
+
 // lead serves one term as leader.
 func (c *controller) lead(ctx context.Context, identity string) error {
 	epoch, err := c.store.NextEpochOf(ctx, identity)
@@ -288,6 +306,9 @@ func (c *controller) lead(ctx context.Context, identity string) error {
 		case <-ctx.Done():
 			return nil
 		}
+	}
+	if !c.knowAll(ctx) {
+		return nil
 	}
 	c.leading.Set(1)
 	defer c.leading.Set(0)
