@@ -80,7 +80,7 @@ func (c *controller) keepPools(ctx context.Context, identity string, keeper clai
 		}
 		return c.store.Refresh(ctx)
 	})
-	ofSets := sets.New(sets.Options{Sandboxes: c.store.Sandboxes(), Sets: pools.Sets(), Fresh: fresh, Events: c.events, Clock: clock.RealClock{},
+	ofSets := sets.New(sets.Options{Sandboxes: c.store.Sandboxes(), Sets: pools.Sets(), Tenant: c.tenants.of, Fresh: fresh, Events: c.events, Clock: clock.RealClock{},
 		Leads: func(ctx context.Context) error { return c.store.Leads(ctx, identity) }, Log: c.log.With("component", "sets"), Metrics: metrics})
 	ofClaims := claims.New(claims.Options{Sandboxes: c.store.Sandboxes(), Sets: pools.Sets(), Claims: pools.Claims(), Volumes: c.volumes, Keeper: keeper, Nodes: c.agents,
 		Tenant: c.tenants.of, Fresh: fresh, Events: c.events, Clock: clock.RealClock{}, Log: c.log.With("component", "claims"), Metrics: metrics})

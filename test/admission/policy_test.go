@@ -227,6 +227,8 @@ func TestPodTemplates(t *testing.T) {
 		{one, `containers: [{name: b}], initContainers: [{name: a, restartPolicy: Always, securityContext: {privileged: true}}]`, privileged},
 		{one, `containers: [{name: b}, {name: a, securityContext: {capabilities: {add: [SYS_ADMIN]}}}]`, capability},
 		{one, `containers: [{name: a, securityContext: {capabilities: {add: [CAP_SYS_ADMIN]}}}]`, capability},
+		{one, `containers: [{name: a, securityContext: {capabilities: {add: [cap_sys_admin]}}}]`, capability}, // containerd makes it upper case
+		{one, `containers: [{name: a, securityContext: {capabilities: {add: [all]}}}]`, capability},
 		{one, `containers: [{name: a, securityContext: {capabilities: {add: [ALL]}}}]`, capability},
 		{one, `hostPID: true, containers: [{name: a}]`, hostPID},
 		{one, `runtimeClassName: gvisor, containers: [{name: a}]`, runtimeClass},

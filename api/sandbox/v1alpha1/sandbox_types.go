@@ -192,7 +192,7 @@ type SandboxSpec struct {
 	// +optional
 	PersistentVolumeClaimRetentionPolicy *PersistentVolumeClaimRetentionPolicy `json:"persistentVolumeClaimRetentionPolicy,omitempty"`
 	// Runtimes are what a SandboxSet turned on for its sandboxes: with csi the sandbox may have dynamic volumes, whatever
-	// its group says. Only who may create SandboxSets can set it (config/admission/sets.yaml). Immutable; only with
+	// its group says. Only who may create SandboxSets can set it (config/admission/runtimes.yaml). Immutable; only with
 	// template.
 	// +listType=set
 	// +kubebuilder:validation:MaxItems=8

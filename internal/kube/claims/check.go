@@ -35,7 +35,9 @@ func (f final) Unwrap() error { return f.error }
 type checked struct {
 	set      *agentsv1alpha1.SandboxSet
 	revision string
-	places   []volumes.Place
+	// tenant is that of the Namespace.
+	tenant string
+	places []volumes.Place
 }
 
 // check is all that can be known before a sandbox is taken. An error that is final ends the claim; any other is waited
@@ -70,10 +72,11 @@ func (p *pass) check(ctx context.Context) (*checked, error) {
 	if c.revision, err = sets.Revision(set); err != nil {
 		return nil, err
 	}
-	if len(claim.Spec.DynamicVolumesMount) > 0 {
-		if c.places, err = p.locate(ctx, set); err != nil {
-			return nil, err
-		}
+	if c.tenant, err = p.Tenant(ctx, claim.Namespace); err != nil {
+		return nil, err
+	}
+	if c.places, err = p.locate(ctx, c.tenant); err != nil {
+		return nil, err
 	}
 	return c, nil
 }
@@ -96,9 +99,6 @@ func valid(claim *agentsv1alpha1.SandboxClaim, set *agentsv1alpha1.SandboxSet) e
 			return fault.New(errdefs.ErrInvalidArgument, fault.InvalidRequest, "the environment variable %s has %d bytes with its name: write at most %d, as a process can be given no more", name, len(name)+len(value), maxVariable)
 		}
 	}
-	if err := updatable(claim, set); err != nil {
-		return err
-	}
 	all := entries(claim)
 	for i := range all {
 		if err := volume.ValidateEntry(&all[i], volume.SandboxContext{}); err != nil {
@@ -108,8 +108,16 @@ func valid(claim *agentsv1alpha1.SandboxClaim, set *agentsv1alpha1.SandboxSet) e
 	if err := volume.ValidateTargets(nil, all); err != nil {
 		return err
 	}
-	for _, e := range all {
-		if err := apart(set, e.Target); err != nil {
+	return fits(claim, "SandboxSet "+set.Name, &set.Spec.Template)
+}
+
+// fits checks what a claim asks for against the template of its set, or of a sandbox; of is whose it is.
+func fits(claim *agentsv1alpha1.SandboxClaim, of string, template *corev1.PodTemplateSpec) error {
+	if err := updatable(claim, of, template); err != nil {
+		return err
+	}
+	for _, m := range claim.Spec.DynamicVolumesMount {
+		if err := apart(of, template, m.MountPath); err != nil {
 			return err
 		}
 	}
@@ -117,7 +125,7 @@ func valid(claim *agentsv1alpha1.SandboxClaim, set *agentsv1alpha1.SandboxSet) e
 }
 
 // updatable refuses resources of inplaceUpdate that no Pod can have, and that the schema cannot tell.
-func updatable(claim *agentsv1alpha1.SandboxClaim, set *agentsv1alpha1.SandboxSet) error {
+func updatable(claim *agentsv1alpha1.SandboxClaim, of string, template *corev1.PodTemplateSpec) error {
 	u := claim.Spec.InplaceUpdate
 	if u == nil || u.Resources == nil {
 		return nil
@@ -132,7 +140,7 @@ func updatable(claim *agentsv1alpha1.SandboxClaim, set *agentsv1alpha1.SandboxSe
 			}
 		}
 	}
-	template := set.Spec.Template.DeepCopy()
+	template = template.DeepCopy()
 	update(u, template)
 	i := mainOf(template)
 	if i < 0 {
@@ -141,17 +149,16 @@ func updatable(claim *agentsv1alpha1.SandboxClaim, set *agentsv1alpha1.SandboxSe
 	r := template.Spec.Containers[i].Resources
 	for name, request := range r.Requests {
 		if limit, bounded := r.Limits[name]; bounded && request.Cmp(limit) > 0 {
-			return refuse("with it the container %s of SandboxSet %s requests %s of %s, which is more than its limit of %s: change both",
-				template.Spec.Containers[i].Name, set.Name, request.String(), name, limit.String())
+			return refuse("with it the container %s of %s requests %s of %s, which is more than its limit of %s: change both",
+				template.Spec.Containers[i].Name, of, request.String(), name, limit.String())
 		}
 	}
 	return nil
 }
 
-// apart refuses a target that is on, in or around a volume of the set's container. Below its tmpfs it may be.
-func apart(set *agentsv1alpha1.SandboxSet, target string) error {
-	template := set.Spec.Template
-	i := mainOf(&template)
+// apart refuses a target that is on, in or around a volume of the template's container. Below its tmpfs it may be.
+func apart(of string, template *corev1.PodTemplateSpec, target string) error {
+	i := mainOf(template)
 	if i < 0 {
 		return nil
 	}
@@ -163,19 +170,15 @@ func apart(set *agentsv1alpha1.SandboxSet, target string) error {
 			continue
 		}
 		if err := volume.CheckConflict([]string{at}, target); err != nil {
-			return fmt.Errorf("the container of SandboxSet %s has volume %s at %s: %w", set.Name, m.Name, m.MountPath, err)
+			return fmt.Errorf("the container of %s has volume %s at %s: %w", of, m.Name, m.MountPath, err)
 		}
 	}
 	return nil
 }
 
-// locate finds the volumes, and whether the claim's sandboxes may use them.
-func (p *pass) locate(ctx context.Context, set *agentsv1alpha1.SandboxSet) ([]volumes.Place, error) {
-	tenant, err := p.Tenant(ctx, p.claim.Namespace)
-	if err != nil {
-		return nil, err
-	}
-	sb := &v1alpha1.Sandbox{ObjectMeta: metav1.ObjectMeta{Namespace: set.Namespace}, Spec: v1alpha1.SandboxSpec{TenantID: tenant}}
+// locate finds the volumes, and whether the claim's sandboxes, which are that tenant's, may use them.
+func (p *pass) locate(ctx context.Context, tenant string) ([]volumes.Place, error) {
+	sb := &v1alpha1.Sandbox{ObjectMeta: metav1.ObjectMeta{Namespace: p.claim.Namespace}, Spec: v1alpha1.SandboxSpec{TenantID: tenant}}
 	var places []volumes.Place
 	for _, e := range entries(p.claim) {
 		at, err := p.Volumes.Check(ctx, scheduler.Wish{Sandbox: sb, Volume: &e, TopologyKey: v1alpha1.DefaultTopologyKey})

@@ -27,7 +27,7 @@ func (w *world) samples() (all []string) {
 			}
 			switch {
 			case m.GetHistogram() != nil:
-				line += fmt.Sprintf(": %d, %.0f s", m.GetHistogram().GetSampleCount(), m.GetHistogram().GetSampleSum())
+				line += fmt.Sprintf(": %d, %.0f min", m.GetHistogram().GetSampleCount(), m.GetHistogram().GetSampleSum()/60)
 			case m.GetCounter() != nil:
 				line += fmt.Sprintf(": %.0f", m.GetCounter().GetValue())
 			default:
@@ -57,9 +57,9 @@ func TestWhatAnOperatorSees(t *testing.T) {
 	w.clock.Step(61 * time.Second)
 	w.phase("some", agentsv1alpha1.ClaimCompleted)
 	want := []string{
-		"sandbox_claim_seconds Completed: 1, 0 s",
-		"sandbox_claim_seconds Failed: 1, 0 s",
-		"sandbox_claim_seconds PartiallyClaimed: 1, 61 s",
+		"sandbox_claim_seconds Completed: 1, 0 min",
+		"sandbox_claim_seconds Failed: 1, 0 min",
+		"sandbox_claim_seconds PartiallyClaimed: 1, 1 min",
 		"sandbox_claims_total Claimed Completed: 1",
 		"sandbox_claims_total SET_NOT_FOUND Failed: 1",
 		"sandbox_claims_total StartingSandbox PartiallyClaimed: 1",

@@ -11,6 +11,7 @@ import (
 	"github.com/containerd/errdefs"
 	corev1 "k8s.io/api/core/v1"
 	"k8s.io/apimachinery/pkg/labels"
+	"k8s.io/apimachinery/pkg/types"
 
 	agentsv1alpha1 "github.com/flux-sandbox/flux-sandbox/api/agents/v1alpha1"
 	"github.com/flux-sandbox/flux-sandbox/api/sandbox/v1alpha1"
@@ -23,8 +24,12 @@ import (
 // noStock is the reason of a claim that waits for a sandbox.
 const noStock fault.Reason = "NO_STOCK"
 
-// atOnce is how many sandboxes a claim takes at once.
-const atOnce = 8
+// atOnce is how many sandboxes a claim takes at once, maxRefused with how many refusals it gives up for a pass: what is in the way
+// is likely to be in the way of all.
+const (
+	atOnce     = 8
+	maxRefused = 3
+)
 
 // errTaken: somebody else has the sandbox by now.
 var errTaken = fmt.Errorf("it was taken by another claim: %w", errdefs.ErrConflict)
@@ -35,19 +40,23 @@ func (p *pass) take(ctx context.Context, n int) error {
 	if err != nil {
 		return err
 	}
+	var refused error // why the API server lets the claim have none of some
 	if !onlyFresh(p.claim) {
-		// A sandbox that was lost to somebody else is made up for by the next.
-		for n > 0 {
-			chosen, err := p.choose(ctx, known, n)
+		// A sandbox that was lost to somebody else, or is refused, is made up for by the next.
+		for tried := map[types.UID]bool{}; n > 0 && len(tried) < maxRefused; {
+			chosen, err := p.choose(ctx, known, n, tried)
 			if err != nil {
 				return err
 			}
 			if len(chosen) == 0 {
 				break
 			}
-			got, err := p.takeAll(ctx, chosen)
+			got, why, err := p.takeAll(ctx, known, chosen)
 			if err != nil {
 				return err
+			}
+			for uid, err := range why {
+				tried[uid], refused = true, err
 			}
 			n -= got
 		}
@@ -55,14 +64,17 @@ func (p *pass) take(ctx context.Context, n int) error {
 	if n <= 0 {
 		return nil
 	}
+	if refused != nil && !creates(p.claim) {
+		return refused
+	}
 	if !creates(p.claim) {
 		return fault.New(errdefs.ErrUnavailable, noStock, "SandboxSet %s has no sandbox that could be taken: waiting for %d", known.set.Name, n)
 	}
 	return p.create(ctx, known, n)
 }
 
-// choose finds sandboxes of the pool, the best first, and reserves them.
-func (p *pass) choose(ctx context.Context, known *checked, n int) ([]*v1alpha1.Sandbox, error) {
+// choose finds sandboxes of the pool that are not in but, the best first, and reserves them.
+func (p *pass) choose(ctx context.Context, known *checked, n int, but map[types.UID]bool) ([]*v1alpha1.Sandbox, error) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	page, err := p.Sandboxes.List(ctx, store.ListOptions{Namespace: known.set.Namespace, Labels: labels.SelectorFromSet(labels.Set{agentsv1alpha1.LabelSandboxSet: known.set.Name})})
@@ -75,7 +87,7 @@ func (p *pass) choose(ctx context.Context, known *checked, n int) ([]*v1alpha1.S
 	for _, sb := range page.Items {
 		_, reserved := p.reserved[sb.UID]
 		near, usable := p.reach(known, sb.Status.Node)
-		if reserved || !usable || !takable(known.set, sb) {
+		if reserved || !usable || but[sb.UID] || !takable(known.set, sb) || !p.suits(known, sb) {
 			continue
 		}
 		pool = append(pool, sb)
@@ -96,6 +108,21 @@ func (p *pass) choose(ctx context.Context, known *checked, n int) ([]*v1alpha1.S
 // takable says whether a sandbox is the set's, and as it was made: one that has a volume or an end of its own was used.
 func takable(set *agentsv1alpha1.SandboxSet, sb *v1alpha1.Sandbox) bool {
 	return sets.InPool(set, sb) && sets.Takable(sb)
+}
+
+// suits says whether a sandbox, which may be of an older revision than the set is now or was made when its Namespace was another
+// tenant's, can be given what the claim asks for.
+func (p *pass) suits(known *checked, sb *v1alpha1.Sandbox) bool {
+	if sb.Spec.TenantID != "" && sb.Spec.TenantID != known.tenant {
+		return false
+	}
+	if sb.Labels[agentsv1alpha1.LabelRevision] == known.revision || sb.Spec.Template == nil {
+		return true
+	}
+	if len(p.claim.Spec.DynamicVolumesMount) > 0 && !slices.Contains(sb.Spec.Runtimes, agentsv1alpha1.RuntimeCSI) {
+		return false
+	}
+	return fits(p.claim, sb.Name, sb.Spec.Template) == nil
 }
 
 // reach says whether all volumes can be used from a node, and how many are near to it. Where a sandbox will be that has no
@@ -126,17 +153,21 @@ func rank(is bool) int {
 	return 0
 }
 
-// takeAll takes sandboxes that are reserved, and says how many it got. Those that somebody else has taken are no error.
-func (p *pass) takeAll(ctx context.Context, chosen []*v1alpha1.Sandbox) (got int, err error) {
+// takeAll takes sandboxes that are reserved, and says how many it got, and why it may not have some. Those that somebody else has
+// taken are no error.
+func (p *pass) takeAll(ctx context.Context, known *checked, chosen []*v1alpha1.Sandbox) (got int, refused map[types.UID]error, err error) {
 	errs := make([]error, len(chosen))
 	forEach(len(chosen), func(i int) {
-		errs[i] = p.takeOne(ctx, chosen[i])
+		errs[i] = p.takeOne(ctx, known, chosen[i])
 	})
+	refused = map[types.UID]error{}
+	free := false
 	p.mu.Lock()
-	defer p.mu.Unlock()
 	for i, sb := range chosen {
 		delete(p.reserved, sb.UID)
-		switch err := errs[i]; {
+		err := errs[i]
+		free = free || err != nil
+		switch {
 		case err == nil:
 			got++
 		case reconcile.Open(err):
@@ -144,14 +175,26 @@ func (p *pass) takeAll(ctx context.Context, chosen []*v1alpha1.Sandbox) (got int
 			p.tried[key] = append(p.tried[key], sb.Name)
 		case errors.Is(err, errTaken), errdefs.IsNotFound(err):
 			errs[i] = nil
+		case fault.IsPermanent(err):
+			refused[sb.UID], errs[i] = err, nil
 		}
 	}
-	return got, errors.Join(errs...)
+	p.mu.Unlock()
+	if free {
+		p.freed(known.set)
+	}
+	return got, refused, errors.Join(errs...)
 }
 
-func (p *pass) takeOne(ctx context.Context, sb *v1alpha1.Sandbox) error {
-	set := &agentsv1alpha1.SandboxSet{}
-	set.UID = owner(sb)
+// freed has the other claims looked at that wait for a sandbox of a set: they may have passed over one as it was reserved.
+func (p *pass) freed(set *agentsv1alpha1.SandboxSet) {
+	own := store.KeyOf(p.claim)
+	p.wake(func(key store.Key, spec *agentsv1alpha1.SandboxClaimSpec) bool {
+		return key != own && key.Namespace == set.Namespace && spec.TemplateName == set.Name
+	})
+}
+
+func (p *pass) takeOne(ctx context.Context, known *checked, sb *v1alpha1.Sandbox) error {
 	volumes := entries(p.claim)
 	var holding sync.WaitGroup
 	if len(volumes) > 0 {
@@ -159,10 +202,17 @@ func (p *pass) takeOne(ctx context.Context, sb *v1alpha1.Sandbox) error {
 	}
 	steps("take", false)
 	_, err := p.Sandboxes.UpdateSpec(ctx, store.KeyOf(sb), store.Preconditions{UID: sb.UID}, func(o *v1alpha1.Sandbox) error {
-		if !takable(set, o) {
+		if !takable(known.set, o) {
 			return errTaken
 		}
 		apply(p.claim, o)
+		if o.Spec.TenantID == "" {
+			o.Spec.TenantID = known.tenant // it was made before its Namespace was somebody's
+		}
+		if len(o.Spec.VolumeClaimTemplates) > 0 {
+			// What the set says by now: that is no revision, and who has the sandbox counts on it.
+			o.Spec.PersistentVolumeClaimRetentionPolicy = known.set.Spec.PersistentVolumeClaimRetentionPolicy.DeepCopy()
+		}
 		return nil
 	})
 	steps("take", true)

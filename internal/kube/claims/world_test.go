@@ -75,6 +75,8 @@ type world struct {
 	// late is what the controllers are told when they ask whether they lead still; asked counts how often they were told that.
 	late  error
 	asked int
+	// tenant is that of the Namespace.
+	tenant string
 }
 
 type nodes map[string]map[string]string
@@ -192,9 +194,9 @@ func (w *world) start(way func(http *rest.Config)) (stop func()) {
 		return s.Refresh(ctx)
 	})
 	w.metrics = prometheus.NewRegistry()
-	ofSets := sets.New(sets.Options{Sandboxes: s.Sandboxes(), Sets: p.Sets(), Fresh: fresh, Events: w.events, Clock: w.clock, Leads: w.leads, Log: log, Metrics: w.metrics})
+	ofSets := sets.New(sets.Options{Sandboxes: s.Sandboxes(), Sets: p.Sets(), Tenant: w.tenantOf, Fresh: fresh, Events: w.events, Clock: w.clock, Leads: w.leads, Log: log, Metrics: w.metrics})
 	ofClaims := claims.New(claims.Options{Sandboxes: s.Sandboxes(), Sets: p.Sets(), Claims: p.Claims(), Volumes: v, Keeper: keeper{w}, Nodes: w.nodes,
-		Tenant: func(context.Context, string) (string, error) { return "", nil }, Fresh: fresh, Events: w.events, Clock: w.clock, Log: log, Metrics: w.metrics})
+		Tenant: w.tenantOf, Fresh: fresh, Events: w.events, Clock: w.clock, Log: log, Metrics: w.metrics})
 	var running sync.WaitGroup
 	running.Go(func() { v.Run(ctx) })
 	<-v.Synced()
@@ -203,6 +205,12 @@ func (w *world) start(way func(http *rest.Config)) (stop func()) {
 	stop = sync.OnceFunc(func() { cancel(); running.Wait(); s.Close(); p.Close() })
 	w.Cleanup(stop)
 	return stop
+}
+
+func (w *world) tenantOf(context.Context, string) (string, error) {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	return w.tenant, nil
 }
 
 func (w *world) leads(context.Context) error {

@@ -18,7 +18,7 @@ const (
 
 // view is a pool, sorted by what can be done with each sandbox.
 type view struct {
-	revision string
+	revision, tenant string
 	// live are those that are wanted or may come to be, of which available can be claimed at once; over has ended, lost a claim
 	// of its own under it, or was used and is not any more; terminating is being deleted. The removal of removing has begun: it
 	// has to be finished, as they are not what they were.
@@ -27,8 +27,9 @@ type view struct {
 	updatedAvailable                  int
 }
 
-func look(pool []*v1alpha1.Sandbox, revision string) view {
-	v := view{revision: revision}
+// look sorts the pool of a set that has a revision, in the Namespace of a tenant.
+func look(pool []*v1alpha1.Sandbox, revision, tenant string) view {
+	v := view{revision: revision, tenant: tenant}
 	for _, sb := range pool {
 		switch {
 		case sb.DeletionTimestamp != nil:
@@ -59,8 +60,9 @@ func look(pool []*v1alpha1.Sandbox, revision string) view {
 // claimable says whether a sandbox of the pool can be claimed at once.
 func claimable(sb *v1alpha1.Sandbox) bool { return Available(sb) && Takable(sb) }
 
+// old says whether a sandbox is not as one that is made now: it is of an older revision, or of who had the Namespace before.
 func (v view) old(sb *v1alpha1.Sandbox) bool {
-	return sb.Labels[agentsv1alpha1.LabelRevision] != v.revision
+	return sb.Labels[agentsv1alpha1.LabelRevision] != v.revision || sb.Spec.TenantID != "" && sb.Spec.TenantID != v.tenant
 }
 
 // plan is what one pass does.
@@ -84,7 +86,7 @@ func (v view) decide(spec *agentsv1alpha1.SandboxSetSpec) plan {
 	mayUpdate := limit(spec.UpdateStrategy.MaxUnavailable, wanted, defaultUpdate)
 	switch missing := wanted - len(v.live); {
 	case missing > 0:
-		pending := len(v.live) - v.available
+		pending := len(slices.DeleteFunc(slices.Clone(v.live), func(sb *v1alpha1.Sandbox) bool { return claimable(sb) || inUse(sb) }))
 		// Those that still run are in the place of others until they are removed, which may have to wait (pass.replace) or fail.
 		there := len(slices.DeleteFunc(slices.Concat(v.over, v.removing), Over))
 		p.create = min(max(missing-there, 0), max(onTheWay-pending, 0), maxBurst)
@@ -105,7 +107,7 @@ func (v view) outdated(mayDelete, mayUpdate, spare int) (those []*v1alpha1.Sandb
 		if len(those) >= min(mayDelete, mayUpdate) {
 			break
 		}
-		if !v.old(sb) {
+		if !v.old(sb) || inUse(sb) { // what somebody has in it is not ended for a template
 			continue
 		}
 		if claimable(sb) {

@@ -46,6 +46,11 @@ func member(state byte, revision string, age int) *v1alpha1.Sandbox {
 	return sb
 }
 
+func of(tenant v1alpha1.TenantID, sb *v1alpha1.Sandbox) *v1alpha1.Sandbox {
+	sb.Spec.TenantID = tenant
+	return sb
+}
+
 // removed is a sandbox whose removal has begun.
 func removed(sb *v1alpha1.Sandbox) *v1alpha1.Sandbox {
 	sb.Annotations = map[string]string{agentsv1alpha1.AnnotationRemoving: "true"}
@@ -93,11 +98,15 @@ func TestDecide(t *testing.T) {
 		{"one was lost with its node, and comes again", 2, nil, nil, []*v1alpha1.Sandbox{member('a', "new", 1), member('l', "new", 2)}, 0, nil, nil},
 		{"one is used by somebody who has not claimed it", 2, nil, nil, []*v1alpha1.Sandbox{member('a', "new", 1), member('u', "new", 2)}, 0, nil, nil},
 		{"down: first what nobody can be given", 1, nil, nil, []*v1alpha1.Sandbox{member('a', "new", 1), member('u', "new", 2)}, 0, []string{"unew2"}, nil},
+		{"one is used by somebody who has not claimed it, and others are missing: nothing of it is on its way", 3, one, nil,
+			[]*v1alpha1.Sandbox{member('u', "new", 1)}, 1, nil, nil},
+		{"a new revision ends nothing that somebody uses", 2, nil, nil, []*v1alpha1.Sandbox{member('a', "new", 1), member('u', "old", 2)}, 0, nil, nil},
+		{"the Namespace is another tenant's now", 2, nil, nil, []*v1alpha1.Sandbox{of("alice", member('a', "new", 1)), of("bob", member('a', "new", 2))}, 0, []string{"anew2"}, nil},
 		{"one was used, and runs still", 2, nil, nil, []*v1alpha1.Sandbox{member('a', "new", 1), member('f', "new", 2)}, 0, nil, []string{"fnew2"}},
 		{"a claim of one was deleted, and it runs still", 2, nil, nil, []*v1alpha1.Sandbox{member('a', "new", 1), member('d', "new", 2)}, 0, nil, []string{"dnew2"}},
 		{"one has ended", 2, nil, nil, []*v1alpha1.Sandbox{member('a', "new", 1), member('o', "new", 2)}, 1, nil, []string{"onew2"}},
 	} {
-		p := look(tc.pool, "new").decide(&agentsv1alpha1.SandboxSetSpec{Replicas: tc.replicas,
+		p := look(tc.pool, "new", "alice").decide(&agentsv1alpha1.SandboxSetSpec{Replicas: tc.replicas,
 			ScaleStrategy: agentsv1alpha1.ScaleStrategy{MaxUnavailable: tc.scale}, UpdateStrategy: agentsv1alpha1.UpdateStrategy{MaxUnavailable: tc.update}})
 		if p.create != tc.create || !slices.Equal(namesOf(p.remove), tc.remove) || !slices.Equal(namesOf(p.replace), tc.replace) {
 			t.Errorf("%s: create %d, remove %v, replace %v", tc.name, p.create, namesOf(p.remove), namesOf(p.replace))
@@ -123,7 +132,7 @@ func TestDecideKeepsToItsBoundsAndEnds(t *testing.T) {
 			if step > 500 {
 				t.Fatalf("no end: replicas %d, scale %d, update %d", replicas, scale, update)
 			}
-			v := look(pool, "new")
+			v := look(pool, "new", "alice")
 			p := v.decide(spec)
 			onTheWay := max(scale, 1)
 			if p.create > 0 && p.create+len(v.live)-v.available > onTheWay || p.create+len(v.live) > replicas && p.create > 0 {

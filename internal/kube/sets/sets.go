@@ -12,6 +12,7 @@ import (
 	"github.com/containerd/errdefs"
 	"github.com/prometheus/client_golang/prometheus"
 	corev1 "k8s.io/api/core/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/labels"
 	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/apimachinery/pkg/types"
@@ -34,6 +35,8 @@ type Events interface {
 type Options struct {
 	Sandboxes store.Sandboxes
 	Sets      store.Objects[*agentsv1alpha1.SandboxSet]
+	// Tenant is the tenant of a Namespace; empty for none.
+	Tenant func(ctx context.Context, namespace string) (string, error)
 	// Fresh is shared by all that write sandboxes of sets.
 	Fresh *reconcile.Fresh
 	// Leads asks the API server whether this process leads still; its error says that it does not, or that nobody knows.
@@ -103,6 +106,9 @@ func (s *Sets) Run(ctx context.Context) {
 	running.Go(func() {
 		reconcile.Follow(ctx, s.Sandboxes, func(sb *v1alpha1.Sandbox) {
 			key := store.Key{Namespace: sb.Namespace, Name: sb.Labels[agentsv1alpha1.LabelSandboxSet]}
+			if by := metav1.GetControllerOf(sb); by != nil && by.Kind == setGVK.Kind && by.Name != key.Name {
+				s.loop.Add(store.Key{Namespace: sb.Namespace, Name: by.Name}) // the label was taken away, or changed
+			}
 			switch {
 			case key.Name == "":
 			case sb.Labels[agentsv1alpha1.LabelClaimName] != "": // it is missing now
@@ -131,6 +137,9 @@ func (s *Sets) reconcile(ctx context.Context, key store.Key) (again time.Duratio
 	}
 	p := &pass{Sets: s, set: set, memory: s.remember(key, set.UID)}
 	if p.revision, err = Revision(set); err != nil {
+		return 0, err
+	}
+	if p.tenant, err = s.Tenant(ctx, set.Namespace); err != nil {
 		return 0, err
 	}
 	if p.pool, err = s.pool(ctx, set); err != nil {
@@ -178,6 +187,7 @@ type pass struct {
 	set      *agentsv1alpha1.SandboxSet
 	memory   *memory
 	revision string
+	tenant   string // that of the Namespace
 	pool     []*v1alpha1.Sandbox
 	again    time.Duration
 	// late says that it may be another leader's to go on, and to tell.
@@ -186,7 +196,7 @@ type pass struct {
 
 // act does what the plan says. The first error ends each part of it.
 func (p *pass) act(ctx context.Context) error {
-	v := look(p.pool, p.revision)
+	v := look(p.pool, p.revision, p.tenant)
 	todo := v.decide(&p.set.Spec)
 	if len(v.over) == 0 && v.available >= int(p.set.Spec.Replicas) {
 		p.memory.replaced, p.memory.due = 0, time.Time{}
@@ -221,15 +231,16 @@ func (p *pass) remove(ctx context.Context, sandboxes []*v1alpha1.Sandbox) error 
 }
 
 func (p *pass) removeOne(ctx context.Context, sb *v1alpha1.Sandbox) (err error) {
-	policy := sb.Spec.PersistentVolumeClaimRetentionPolicy
-	if scaled := policy.Scaled(); scaled != policy.Deleted() && len(sb.Spec.VolumeClaimTemplates) > 0 {
+	// What the set says by now, which may not be what it said when it made the sandbox: it is no revision.
+	scaled := p.set.Spec.PersistentVolumeClaimRetentionPolicy.Scaled()
+	if scaled != sb.Spec.PersistentVolumeClaimRetentionPolicy.Deleted() && len(sb.Spec.VolumeClaimTemplates) > 0 {
 		// In one write with the mark: a sandbox that stayed, or was claimed, would keep what is not to be kept, or lose what is.
 		steps("retain", false)
 		sb, err = p.Sandboxes.UpdateSpec(ctx, store.KeyOf(sb), store.Preconditions{UID: sb.UID}, func(o *v1alpha1.Sandbox) error {
-			if !InPool(p.set, o) || o.Spec.PersistentVolumeClaimRetentionPolicy == nil { // or its policy was taken away just now
+			if !InPool(p.set, o) {
 				return errTaken(o)
 			}
-			o.Spec.PersistentVolumeClaimRetentionPolicy.WhenDeleted = scaled
+			o.Spec.PersistentVolumeClaimRetentionPolicy = &v1alpha1.PersistentVolumeClaimRetentionPolicy{WhenDeleted: scaled, WhenScaled: scaled}
 			if o.Annotations == nil {
 				o.Annotations = map[string]string{}
 			}

@@ -16,7 +16,7 @@ import (
 
 // status is what the set's status is to say. done is what the pass could not do.
 func (p *pass) status(done error) *agentsv1alpha1.SandboxSetStatus {
-	v := look(p.pool, p.revision)
+	v := look(p.pool, p.revision, p.tenant)
 	st := p.set.Status.DeepCopy()
 	st.ObservedGeneration = p.set.Generation
 	st.Replicas, st.AvailableReplicas = int32(len(v.live)), int32(v.available)

@@ -19,6 +19,9 @@ type Place struct {
 // sandbox only namespace and tenant are looked at. What is not known in memory is asked for. Nothing is changed. Errors: as
 // those of Resolve, but for what only a node can tell.
 func (v *Volumes) Check(ctx context.Context, w scheduler.Wish) (Place, error) {
+	v.mu.Lock()
+	delete(v.asked, volumeRef(w.Volume.Source)) // it may have been made just now, and who asks here asks once
+	v.mu.Unlock()
 	f, err := v.find(ctx, w, true)
 	if err != nil {
 		return Place{}, err

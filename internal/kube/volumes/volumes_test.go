@@ -610,6 +610,13 @@ func TestWhatIsNotThereIsAskedForOnce(t *testing.T) {
 	if _, err := v.Resolve(t.Context(), w, "n1"); fault.ReasonOf(err) != fault.ClaimNotFound || gets() != 2 {
 		t.Errorf("after its end: %v, %d calls", err, gets())
 	}
+	// Whose answer is final asks anew: the volume may be newer than what is in memory.
+	before := gets()
+	for i := range 2 {
+		if _, err := v.Check(t.Context(), wish(v1alpha1.VolumeTypePV, "none", nil)); fault.ReasonOf(err) != fault.VolumeNotFound || gets() != before+i+1 {
+			t.Errorf("check: %v, %d calls", err, gets()-before)
+		}
+	}
 }
 
 func TestChangesAreTold(t *testing.T) {
