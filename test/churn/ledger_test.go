@@ -235,7 +235,7 @@ func (l *ledger) sandbox(sb *v1alpha1.Sandbox, gone bool) {
 // expiring says whether a claim is gone, or on its way out.
 func (l *ledger) expiring(claim types.UID) bool {
 	c := l.claims[claim]
-	return l.sets[claim] == nil && (c == nil || c.DeletionTimestamp != nil)
+	return l.sets[claim] == nil && (c == nil || c.DeletionTimestamp != nil || c.Spec.TTLAfterCompleted != nil && c.Status.CompletionTime != nil)
 }
 
 func replicasOf(c *agentsv1alpha1.SandboxClaim) int {

@@ -103,7 +103,7 @@ type Claims struct {
 const quiet = 250 * time.Millisecond
 
 // Every write to the API server has a step before and after it.
-var steps = failpoint.Steps("claim", []string{"take", "create", "delete", "status", "expire"})
+var steps = failpoint.Steps("claim", []string{"take", "create", "delete", "status", "orphan", "expire"})
 
 // New makes Claims. Start it once, with Run.
 func New(o Options) *Claims {

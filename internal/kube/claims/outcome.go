@@ -272,6 +272,12 @@ func (p *pass) afterwards(ctx context.Context) (again time.Duration, err error) 
 	if left := ended.Add(ttl.Duration).Sub(p.now); left > 0 {
 		return left, nil
 	}
+	// By us, and before it goes: the garbage collector leaves those alone that it has heard of, and one that it has not it deletes.
+	for _, sb := range p.taken {
+		if err := p.orphan(ctx, sb); err != nil {
+			return 0, err
+		}
+	}
 	steps("expire", false)
 	err = p.Claims.Claims.DeleteClaim(ctx, store.KeyOf(p.claim), store.Preconditions{UID: p.claim.UID})
 	steps("expire", true)
@@ -279,6 +285,20 @@ func (p *pass) afterwards(ctx context.Context) (again time.Duration, err error) 
 		err = nil
 	}
 	return 0, err
+}
+
+// orphan makes a sandbox nobody's that was the claim's.
+func (p *pass) orphan(ctx context.Context, sb *v1alpha1.Sandbox) error {
+	steps("orphan", false)
+	_, err := p.Sandboxes.UpdateSpec(ctx, store.KeyOf(sb), store.Preconditions{UID: sb.UID}, func(o *v1alpha1.Sandbox) error {
+		o.OwnerReferences = slices.DeleteFunc(o.OwnerReferences, func(r metav1.OwnerReference) bool { return r.UID == p.claim.UID })
+		return nil
+	})
+	steps("orphan", true)
+	if err != nil && !errdefs.IsNotFound(err) {
+		return p.Fresh.Wrote(err)
+	}
+	return nil
 }
 
 // owner is the UID of a sandbox's controller.
