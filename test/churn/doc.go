@@ -18,8 +18,8 @@
 // deleted, sets scaled and their templates changed, sandboxes deleted, Pods lost in four ways, volumes of claimed sandboxes
 // changed, their images too, claims of a sandbox's name made by somebody else, retention policies changed, claims that were
 // kept taken over or deleted, nodes drained, not ready, out of service or deleted, agents cut off, everybody's objects
-// written to by somebody else, the controller killed. Its way to the API server (way) refuses one request in twenty-five,
-// loses the answer of as many writes, and cuts watches; agents fail and lose answers likewise.
+// written to by somebody else, the controller killed. Its way to the API server (way) refuses or drops one request in twenty-five,
+// loses the answer of three writes in a hundred, and cuts watches; agents fail and lose answers likewise.
 //
 // # What is held
 //

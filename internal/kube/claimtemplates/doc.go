@@ -4,7 +4,8 @@
 // # Whose a claim is
 //
 // A name can be guessed and taken before, so a claim is a sandbox's by UID: it bears the label sandbox.flux.io/sandbox-uid, or
-// the sandbox as its controller. Both are there from the write that makes it, so that no crash leaves one that is nobody's.
+// the sandbox as its controller. The label, and under Delete the owner, are there from the write that makes it, so that no crash
+// leaves one that is nobody's.
 // Any other claim of the name is an error, with one exception: a claim whose label sandbox.flux.io/adopt names the sandbox is
 // taken over by a patch that puts our labels on it (guarded by its resourceVersion), and outlives the sandbox whatever the
 // retention policy says, until somebody takes that label away. One that another object controls is never taken over.

@@ -11,7 +11,7 @@
 //
 // A revision is a hash of template, claim templates and runtimes, and a label of every sandbox. Sandboxes of an older one
 // are replaced, not available ones first, while no more than updateStrategy.maxUnavailable of replicas are missing. Those
-// that are not available are replaced whatever is missing: a template that never worked would else stay for good.
+// that are not available are replaced whatever is missing, within that bound, and unless somebody uses them: a template that never worked would else stay for good.
 //
 // # Bounds
 //
