@@ -11,9 +11,7 @@ import (
 	"time"
 
 	"github.com/containerd/errdefs"
-	corev1 "k8s.io/api/core/v1"
 	"k8s.io/apimachinery/pkg/api/meta"
-	"k8s.io/apimachinery/pkg/api/resource"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/util/intstr"
 	"k8s.io/client-go/rest"
@@ -32,10 +30,7 @@ func TestASetIsKeptWhole(t *testing.T) {
 	w.start(nil)
 	set := w.set("pool", 3, func(s *agentsv1alpha1.SandboxSet) {
 		s.Spec.Runtimes = append(s.Spec.Runtimes, agentsv1alpha1.Runtime{Name: agentsv1alpha1.RuntimeAgent})
-		s.Spec.VolumeClaimTemplates = []corev1.PersistentVolumeClaim{{ObjectMeta: metav1.ObjectMeta{Name: "data"}, Spec: corev1.PersistentVolumeClaimSpec{
-			AccessModes: []corev1.PersistentVolumeAccessMode{corev1.ReadWriteOnce}, Resources: corev1.VolumeResourceRequirements{
-				Requests: corev1.ResourceList{corev1.ResourceStorage: resource.MustParse("1Gi")}}}}}
-		s.Spec.Template.Spec.Containers[0].VolumeMounts = []corev1.VolumeMount{{Name: "data", MountPath: "/data"}}
+		withClaims(s)
 		s.Spec.PersistentVolumeClaimRetentionPolicy = &v1alpha1.PersistentVolumeClaimRetentionPolicy{WhenDeleted: v1alpha1.RetentionDelete, WhenScaled: v1alpha1.RetentionRetain}
 	})
 	w.ready(set)
