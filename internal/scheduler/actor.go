@@ -67,8 +67,8 @@ type actor struct {
 	// pod is the last one that was seen, ranSince since when it runs.
 	pod      types.UID
 	ranSince time.Time
-	// settled: the claims are ready for the sandbox to go.
-	settled bool
+	// settled is the policy as of which the claims are ready for the sandbox to go; empty when they are not.
+	settled v1alpha1.RetentionPolicy
 	tally   tally
 	// byHash has the volumes of entries that are, or may be, on the node, unsettled those whose attach failed, with the
 	// time until when they may be there all the same (holds).
@@ -171,6 +171,9 @@ type operation struct {
 	// heard is what the inventory had said before the command.
 	heard  uint64
 	cancel context.CancelCauseFunc
+
+	// settles is the policy that settleClaims follows.
+	settles v1alpha1.RetentionPolicy
 
 	target string
 	// entry is the volume that is attached, or that is detached because its entry asks for it.

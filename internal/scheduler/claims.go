@@ -176,12 +176,13 @@ func (p *pass) ensureClaims(sb *v1alpha1.Sandbox) func(context.Context) error {
 
 // releaseClaims has the claims outlive the sandbox or not, before it goes, and says whether that is done.
 func (p *pass) releaseClaims() bool {
-	if !p.hasClaims() || p.a.settled {
+	policy := p.sb.Spec.PersistentVolumeClaimRetentionPolicy.Deleted()
+	if !p.hasClaims() || p.a.settled == policy {
 		return true
 	}
 	if p.a.life == nil && !p.waits() {
 		sb := p.sb
-		op := &operation{verb: verbSettleClaims, id: newOperationID()}
+		op := &operation{verb: verbSettleClaims, id: newOperationID(), settles: policy}
 		p.a.life = op
 		p.begin(op, podTimeout, func(ctx context.Context, _ *agentv1.Command) result { return result{err: p.Claims.Settle(ctx, sb)} })
 	}

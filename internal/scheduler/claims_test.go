@@ -3,6 +3,7 @@ package scheduler
 import (
 	"slices"
 	"strings"
+	"sync"
 	"testing"
 	"time"
 
@@ -331,6 +332,28 @@ func TestTheRetentionPolicyIsCarriedOut(t *testing.T) {
 	w.claims.with(func() {
 		if w.claims.settles != 2 {
 			t.Errorf("%d times settled", w.claims.settles)
+		}
+	})
+}
+
+// One that is changed while the sandbox goes is carried out, too, be it in the middle of that.
+func TestARetentionPolicyThatIsChangedLate(t *testing.T) {
+	w := podWorld(t)
+	w.create("a", withClaim)
+	w.podRunning("a")
+	w.bind("a", "data-a")
+	w.phase("a", v1alpha1.SandboxRunning)
+	once := sync.OnceFunc(func() {
+		w.change("a", func(sb *v1alpha1.Sandbox) {
+			sb.Spec.PersistentVolumeClaimRetentionPolicy = &v1alpha1.PersistentVolumeClaimRetentionPolicy{WhenDeleted: v1alpha1.RetentionRetain}
+		})
+	})
+	w.claims.with(func() { w.claims.settling = once })
+	w.delete("a")
+	w.within(2*firstRetry, "gone", func() bool { return w.get("a") == nil })
+	w.claims.with(func() {
+		if !slices.Equal(w.claims.policies, []v1alpha1.RetentionPolicy{v1alpha1.RetentionDelete, v1alpha1.RetentionRetain}) {
+			t.Errorf("settled as of %v", w.claims.policies)
 		}
 	})
 }

@@ -38,7 +38,7 @@ func (p *pass) absorb(r result) {
 		a.gone = true
 		p.registry.dropState(r.op.node, a.uid)
 	case r.op.verb == verbSettleClaims:
-		a.settled = true
+		a.settled = r.op.settles
 	case r.op.verb == verbCreatePod:
 		p.event(p.sb, EventNormal, "PodCreated", "Pod "+p.sb.Name+" is made from the template")
 	case r.op.verb == verbKillPod:

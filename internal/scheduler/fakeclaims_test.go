@@ -22,6 +22,9 @@ type fakeClaims struct {
 	settles int
 	// unsettled is what Settle answers.
 	unsettled error
+	// policies are what Settle was given; settling is called with each.
+	policies []v1alpha1.RetentionPolicy
+	settling func()
 }
 
 func newFakeClaims() *fakeClaims {
@@ -86,10 +89,17 @@ func (f *fakeClaims) Ensure(_ context.Context, sb *v1alpha1.Sandbox) ([]string, 
 	return made, nil
 }
 
-func (f *fakeClaims) Settle(context.Context, *v1alpha1.Sandbox) error {
+func (f *fakeClaims) Settle(_ context.Context, sb *v1alpha1.Sandbox) error {
+	f.mu.Lock()
+	f.settles++
+	f.policies = append(f.policies, sb.Spec.PersistentVolumeClaimRetentionPolicy.Deleted())
+	settling := f.settling
+	f.mu.Unlock()
+	if settling != nil {
+		settling()
+	}
 	f.mu.Lock()
 	defer f.mu.Unlock()
-	f.settles++
 	return f.unsettled
 }
 

@@ -8,6 +8,8 @@ import (
 	"strings"
 	"time"
 
+	"github.com/containerd/errdefs"
+
 	agentv1 "github.com/flux-sandbox/flux-sandbox/api/proto/agent/v1"
 	"github.com/flux-sandbox/flux-sandbox/api/sandbox/v1alpha1"
 	"github.com/flux-sandbox/flux-sandbox/internal/failpoint"
@@ -18,6 +20,9 @@ import (
 func (p *pass) release(ctx context.Context) error {
 	return failpoint.Step(finalizerSteps, "release", func() error {
 		return p.updateSpec(ctx, func(o *v1alpha1.Sandbox) error {
+			if now := o.Spec.PersistentVolumeClaimRetentionPolicy.Deleted(); p.hasClaims() && now != p.a.settled {
+				return fmt.Errorf("its retention policy was changed to %s just now, which its claims have to follow first: %w", now, errdefs.ErrConflict)
+			}
 			o.Finalizers = slices.DeleteFunc(o.Finalizers, func(f string) bool { return f == v1alpha1.FinalizerVolumes })
 			return nil
 		})

@@ -240,6 +240,9 @@ func (p *pass) removeOne(ctx context.Context, sb *v1alpha1.Sandbox) (err error) 
 			if !InPool(p.set, o) {
 				return errTaken(o)
 			}
+			if o.DeletionTimestamp != nil {
+				return errGone // what becomes of its claims is up to who deleted it
+			}
 			o.Spec.PersistentVolumeClaimRetentionPolicy = &v1alpha1.PersistentVolumeClaimRetentionPolicy{WhenDeleted: scaled, WhenScaled: scaled}
 			if o.Annotations == nil {
 				o.Annotations = map[string]string{}
@@ -262,6 +265,9 @@ func (p *pass) removeOne(ctx context.Context, sb *v1alpha1.Sandbox) (err error) 
 	p.Events.About(p.set, corev1.EventTypeNormal, "SandboxRemoved", "removed sandbox "+sb.Name)
 	return nil
 }
+
+// errGone: somebody else deletes the sandbox.
+var errGone = fmt.Errorf("it is being deleted: %w", errdefs.ErrNotFound)
 
 func errTaken(sb *v1alpha1.Sandbox) error {
 	return fmt.Errorf("sandbox %s/%s was claimed meanwhile: %w", sb.Namespace, sb.Name, errdefs.ErrConflict)
