@@ -284,6 +284,7 @@ func TestTakeOver(t *testing.T) {
 	c := newCluster(t)
 	t.Run("killed-at-every-step", func(t *testing.T) { killedAtEveryStep(t, c) })
 	t.Run("a-removal-that-began", func(t *testing.T) { aRemovalThatBegan(t, c) })
+	t.Run("behind", func(t *testing.T) { aLeaderWhoseWatchIsBehind(t, c) })
 	t.Run("late", func(t *testing.T) { lateLeaders(t, c) })
 }
 
