@@ -22,6 +22,7 @@ import (
 	registration "k8s.io/kubelet/pkg/apis/pluginregistration/v1"
 
 	"github.com/flux-sandbox/flux-sandbox/internal/csidriver"
+	"github.com/flux-sandbox/flux-sandbox/internal/testenv"
 )
 
 func TestAClaimGetsItsVolume(t *testing.T) {
@@ -95,8 +96,11 @@ func TestEachNodeHasItsOwn(t *testing.T) {
 	if ofA.DeletionTimestamp != nil {
 		t.Error("b deleted a's volume")
 	}
-	// The policies would not let it, either.
-	if err := b.client().CoreV1().PersistentVolumes().Delete(t.Context(), ofA.Name, metav1.DeleteOptions{}); err == nil || !strings.Contains(err.Error(), "may touch no PersistentVolume but") {
+	// The policies would not let it, either, once they are in force.
+	if !testenv.Poll(patience, func() bool {
+		err = b.client().CoreV1().PersistentVolumes().Delete(t.Context(), ofA.Name, metav1.DeleteOptions{DryRun: []string{metav1.DryRunAll}})
+		return err != nil && strings.Contains(err.Error(), "may touch no PersistentVolume but")
+	}) {
 		t.Errorf("b's rights reach a's volume: %v", err)
 	}
 	a.has(ofA)

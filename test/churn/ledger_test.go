@@ -9,6 +9,7 @@ import (
 	"strings"
 	"sync"
 	"testing"
+	"time"
 
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
@@ -18,11 +19,11 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/apimachinery/pkg/watch"
 	"k8s.io/client-go/dynamic"
-	watchtools "k8s.io/client-go/tools/watch"
 
 	agentsv1alpha1 "github.com/flux-sandbox/flux-sandbox/api/agents/v1alpha1"
 	"github.com/flux-sandbox/flux-sandbox/api/sandbox/v1alpha1"
 	"github.com/flux-sandbox/flux-sandbox/internal/kube/sets"
+	"github.com/flux-sandbox/flux-sandbox/internal/testenv"
 )
 
 // ledger holds the rules against every state that there was, in the order in which they were: each kind comes by a watch of
@@ -93,47 +94,63 @@ var watched = map[string]struct {
 // follow watches all kinds until ctx ends. There are no objects of them yet. pods is told of every Pod at once.
 func (l *ledger) follow(ctx context.Context, t *testing.T, client dynamic.Interface, running *sync.WaitGroup, pods func(pod *corev1.Pod, gone bool)) {
 	t.Helper()
+	for kind := range watched {
+		l.past[kind] = 0
+	}
 	for kind, k := range watched {
 		list := must(client.Resource(k.resource).List(ctx, metav1.ListOptions{}))
 		if len(list.Items) > 0 {
 			t.Fatalf("there is a %s already", kind)
 		}
-		l.past[kind] = 0
-		events := must(watchtools.NewRetryWatcherWithContext(ctx, list.GetResourceVersion(), watcher{client.Resource(k.resource)}))
 		running.Go(func() {
-			for e := range events.ResultChan() {
-				o, ok := e.Object.(*unstructured.Unstructured)
-				if !ok {
-					l.mu.Lock()
-					l.fail("the watch on each %s ended: %v", kind, e.Object)
-					l.mu.Unlock()
-					return
+			at := list.GetResourceVersion()
+			for ctx.Err() == nil {
+				events, err := client.Resource(k.resource).Watch(ctx, metav1.ListOptions{ResourceVersion: at, AllowWatchBookmarks: true})
+				if err != nil {
+					testenv.Poll(time.Second, func() bool { return ctx.Err() != nil }) // it is tried again
+					continue
 				}
-				object := k.empty()
-				must("", runtime.DefaultUnstructuredConverter.FromUnstructured(o.Object, object))
-				gone := e.Type == watch.Deleted
-				if pod, is := object.(*corev1.Pod); is {
-					pods(pod, gone)
+				for e := range events.ResultChan() {
+					o, ok := e.Object.(*unstructured.Unstructured)
+					if !ok || e.Type == watch.Error {
+						l.mu.Lock()
+						l.fail("the watch on each %s ended: %v", kind, e.Object)
+						l.mu.Unlock()
+						return
+					}
+					at = o.GetResourceVersion()
+					version := must(strconv.ParseUint(at, 10, 64))
+					if e.Type == watch.Bookmark {
+						l.comeTo(kind, version)
+						continue
+					}
+					object := k.empty()
+					must("", runtime.DefaultUnstructuredConverter.FromUnstructured(o.Object, object))
+					gone := e.Type == watch.Deleted
+					if pod, is := object.(*corev1.Pod); is {
+						pods(pod, gone)
+					}
+					l.add(event{version: version, kind: kind, gone: gone, object: object})
 				}
-				l.add(event{version: must(strconv.ParseUint(object.GetResourceVersion(), 10, 64)), kind: kind, gone: gone, object: object})
 			}
 		})
 	}
 }
 
-// watcher is what a RetryWatcher works with.
-type watcher struct{ dynamic.ResourceInterface }
-
-func (w watcher) WatchWithContext(ctx context.Context, o metav1.ListOptions) (watch.Interface, error) {
-	return w.Watch(ctx, o)
-}
-
 func (l *ledger) add(e event) {
 	l.mu.Lock()
-	defer l.mu.Unlock()
-	l.past[e.kind] = e.version
 	l.pending = append(l.pending, e)
-	safe := e.version
+	l.mu.Unlock()
+	l.comeTo(e.kind, e.version)
+}
+
+// comeTo notes that all of a kind is told until a version, and looks at what is told of every kind. A kind of which nothing happens
+// comes further by bookmarks, each minute.
+func (l *ledger) comeTo(kind string, version uint64) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.past[kind] = version
+	safe := version
 	for _, v := range l.past {
 		safe = min(safe, v)
 	}
