@@ -185,7 +185,7 @@ func (p *preparedVolumes) wait(ctx context.Context, op *preparation, r volume.Re
 func (p *preparedVolumes) run(op *preparation, key string, f func() (volume.Prepared, error)) {
 	op.prepared, op.err = f()
 	if !op.check {
-		p.changed(key)
+		p.changed(key) // before who waits for it goes on, so that nobody reads what was true of the former
 	}
 	p.mu.Lock()
 	delete(p.busy, key)

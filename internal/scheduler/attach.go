@@ -33,7 +33,7 @@ func (m *VolumeManager) planAttach(p *pass, v *volumeState, e *entry, have *agen
 		m.attach(p, v, e) // it is a no-op if the mount is there
 		return
 	}
-	if have != nil && v.answeredID != "" && isBegun(have, v.answeredID) && p.now.Before(v.confirmBy) {
+	if isBegun(have, v.answeredID) && p.now.Before(v.confirmBy) {
 		p.lookAt(v.confirmBy) // the inventory is behind the answer
 		return
 	}

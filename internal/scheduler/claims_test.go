@@ -290,13 +290,20 @@ func TestPauseKeepsTheClaims(t *testing.T) {
 	}
 }
 
-// The retention policy can be changed, and is carried out before the sandbox goes.
-func TestTheRetentionPolicyIsCarriedOut(t *testing.T) {
+// claimedWorld has a sandbox a that runs, with its claim data-a bound.
+func claimedWorld(t *testing.T) *world {
+	t.Helper()
 	w := podWorld(t)
 	w.create("a", withClaim)
 	w.podRunning("a")
 	w.bind("a", "data-a")
 	w.phase("a", v1alpha1.SandboxRunning)
+	return w
+}
+
+// The retention policy can be changed, and is carried out before the sandbox goes.
+func TestTheRetentionPolicyIsCarriedOut(t *testing.T) {
+	w := claimedWorld(t)
 	kept := func() (kept bool) {
 		w.claims.with(func() { kept = w.claims.claims["data-a"].Kept })
 		return kept
@@ -338,11 +345,7 @@ func TestTheRetentionPolicyIsCarriedOut(t *testing.T) {
 
 // One that is changed while the sandbox goes is carried out, too, be it in the middle of that.
 func TestARetentionPolicyThatIsChangedLate(t *testing.T) {
-	w := podWorld(t)
-	w.create("a", withClaim)
-	w.podRunning("a")
-	w.bind("a", "data-a")
-	w.phase("a", v1alpha1.SandboxRunning)
+	w := claimedWorld(t)
 	once := sync.OnceFunc(func() {
 		w.change("a", func(sb *v1alpha1.Sandbox) {
 			sb.Spec.PersistentVolumeClaimRetentionPolicy = &v1alpha1.PersistentVolumeClaimRetentionPolicy{WhenDeleted: v1alpha1.RetentionRetain}
