@@ -4,7 +4,7 @@
 // wrote. Several runs add up in a tally file, from which the closing line is made:
 //
 //	go test -json ./internal/... | testsummary -tally FILE
-//	testsummary -tally FILE -close        # prints "N passed, N failed"
+//	testsummary -tally FILE -close        # prints what failed tests said, in short, and "N passed, N failed"
 //
 // A test that has subtests is not counted beside them. A package that fails without a failed test (it does
 // not build, it panics in TestMain, it exceeds its time) counts as one failure. Skipped tests are named with
@@ -26,14 +26,17 @@ func main() {
 	closing := flag.Bool("close", false, "read no tests; print the closing line of the tally")
 	flag.Parse()
 
-	var total Counts
+	var total Run
 	if err := load(*tallyFile, &total); err != nil {
 		fmt.Fprintln(os.Stderr, "testsummary:", err)
 		os.Exit(1)
 	}
 	failed := false
 	if *closing {
-		fmt.Println(total)
+		for _, c := range total.Complaints {
+			fmt.Println(c)
+		}
+		fmt.Println(total.Counts)
 		failed = total.Failed > 0
 	} else {
 		run := Summarise(os.Stdin, os.Stdout, os.Getenv("CI") == "true")
@@ -50,7 +53,7 @@ func main() {
 }
 
 // load reads the counts kept in file; none yet is zero.
-func load(file string, c *Counts) error {
+func load(file string, c *Run) error {
 	if file == "" {
 		return nil
 	}
@@ -68,7 +71,7 @@ func load(file string, c *Counts) error {
 	return nil
 }
 
-func save(file string, c Counts) error {
+func save(file string, c Run) error {
 	if file == "" {
 		return nil
 	}

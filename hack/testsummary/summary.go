@@ -5,6 +5,7 @@ import (
 	"encoding/json"
 	"fmt"
 	"io"
+	"regexp"
 	"strings"
 )
 
@@ -27,6 +28,20 @@ func (c Counts) String() string {
 	return s
 }
 
+// Run is what was seen of some tests.
+type Run struct {
+	Counts
+	// Complaints are what the failed tests complained of, in short: the closing words of a run, where what they logged has
+	// long scrolled by.
+	Complaints []string
+}
+
+// Add adds another run.
+func (r *Run) Add(o Run) {
+	r.Counts.Add(o.Counts)
+	r.Complaints = append(r.Complaints, o.Complaints...)
+}
+
 // event is one line of "go test -json" (go doc test2json).
 type event struct {
 	Action      string
@@ -45,18 +60,18 @@ type pkg struct {
 	output map[string]*strings.Builder
 }
 
-// Summarise reads the output of "go test -json" from in, writes the readable form to out, and returns the
-// counts. If strict, a skipped test is a failed one.
-func Summarise(in io.Reader, out io.Writer, strict bool) Counts {
-	var total Counts
+// Summarise reads the output of "go test -json" from in, writes the readable form to out, and returns what
+// was seen. If strict, a skipped test is a failed one.
+func Summarise(in io.Reader, out io.Writer, strict bool) Run {
+	var total Run
 	pkgs := map[string]*pkg{}
 	lines := bufio.NewReader(in)
 	seen := false
 	for {
 		line, err := lines.ReadBytes('\n')
 		if len(line) > 0 {
-			c, ended := handle(line, out, pkgs, strict)
-			total.Add(c)
+			run, ended := handle(line, out, pkgs, strict)
+			total.Add(run)
 			seen = seen || ended
 		}
 		if err != nil {
@@ -68,7 +83,7 @@ func Summarise(in io.Reader, out io.Writer, strict bool) Counts {
 		fmt.Fprintf(out, "FAIL  %s: the run was cut off\n", name)
 		c := p.count(true)
 		c.Failed = max(c.Failed, 1)
-		total.Add(c)
+		total.Add(Run{c, p.complaints(true)})
 		seen = true
 	}
 	if !seen {
@@ -78,19 +93,19 @@ func Summarise(in io.Reader, out io.Writer, strict bool) Counts {
 	return total
 }
 
-// handle takes one line. When it is the last of a package it returns the package's counts and true.
-func handle(line []byte, out io.Writer, pkgs map[string]*pkg, strict bool) (Counts, bool) {
+// handle takes one line. When it is the last of a package it returns what was seen of the package and true.
+func handle(line []byte, out io.Writer, pkgs map[string]*pkg, strict bool) (Run, bool) {
 	var e event
 	if json.Unmarshal(line, &e) != nil || e.Action == "" {
 		out.Write(line) // not an event: go test's own complaint
-		return Counts{}, false
+		return Run{}, false
 	}
 	if e.Action == "build-output" {
 		io.WriteString(out, e.Output)
-		return Counts{}, false
+		return Run{}, false
 	}
 	if e.Package == "" {
-		return Counts{}, false
+		return Run{}, false
 	}
 	p := pkgs[e.Package]
 	if p == nil {
@@ -112,9 +127,9 @@ func handle(line []byte, out io.Writer, pkgs map[string]*pkg, strict bool) (Coun
 			break
 		}
 		delete(pkgs, e.Package)
-		return p.end(e, out, strict), true
+		return Run{p.end(e, out, strict), p.complaints(e.Action == "fail")}, true
 	}
-	return Counts{}, false
+	return Run{}, false
 }
 
 // end prints the package's line and what its failed and skipped tests said.
@@ -201,4 +216,34 @@ func (p *pkg) reason(name string) string {
 		}
 	}
 	return strings.Join(said, " ")
+}
+
+// complaint is a line of t.Error, or of t.Log: go test does not tell them apart.
+var complaint = regexp.MustCompile(`^\S+_test\.go:\d+: `)
+
+// The most that is repeated of a failed test: as many of its first lines as of its last, and bytes of each.
+const (
+	maxComplaints = 6
+	maxComplaint  = 400
+)
+
+// complaints are what the failed tests said, with their names.
+func (p *pkg) complaints(packageFailed bool) []string {
+	var all []string
+	for _, name := range p.order {
+		if !p.failed(name, packageFailed) || p.output[name] == nil {
+			continue
+		}
+		var said []string
+		for line := range strings.Lines(p.output[name].String()) {
+			if line = strings.TrimSpace(line); complaint.MatchString(line) {
+				said = append(said, fmt.Sprintf("%s: %.*s", name, maxComplaint, line))
+			}
+		}
+		if len(said) > 2*maxComplaints {
+			said = append(said[:maxComplaints], said[len(said)-maxComplaints:]...)
+		}
+		all = append(all, said...)
+	}
+	return all
 }

@@ -1,6 +1,7 @@
 package main
 
 import (
+	"slices"
 	"strings"
 	"testing"
 )
@@ -31,6 +32,7 @@ func TestSummary(t *testing.T) {
 		want   Counts
 		prints []string
 		hides  []string
+		says   []string
 	}{
 		{
 			name:  "passed tests are a line per package",
@@ -43,6 +45,13 @@ func TestSummary(t *testing.T) {
 			in:     events("run A", "output A: noise", "pass A", "run B", "output B: cause", "fail B", "fail"),
 			want:   Counts{Passed: 1, Failed: 1},
 			prints: []string{"cause", "FAIL  p"}, hides: []string{"noise"},
+		},
+		{
+			name: "what a failed test complained of is told once more, and nothing of others",
+			in: events("run A", "output A:     a_test.go:1: fine", "pass A", "run B", "output B:     b_test.go:12: cause", "output B: a log's line",
+				"output B: --- FAIL: B (0.00s)", "fail B", "fail"),
+			want: Counts{Passed: 1, Failed: 1},
+			says: []string{"B: b_test.go:12: cause"},
 		},
 		{
 			name: "a parent is not counted beside its subtests",
@@ -99,8 +108,8 @@ func TestSummary(t *testing.T) {
 	} {
 		t.Run(tc.name, func(t *testing.T) {
 			var out strings.Builder
-			if got := Summarise(strings.NewReader(tc.in), &out, tc.strict); got != tc.want {
-				t.Errorf("counts %+v, want %+v\n%s", got, tc.want, out.String())
+			if got := Summarise(strings.NewReader(tc.in), &out, tc.strict); got.Counts != tc.want || !slices.Equal(got.Complaints, tc.says) {
+				t.Errorf("%+v, want %+v, %q\n%s", got, tc.want, tc.says, out.String())
 			}
 			for _, s := range tc.prints {
 				if !strings.Contains(out.String(), s) {
