@@ -46,13 +46,13 @@ func callsSince(t *testing.T, from int64) map[string]int {
 	for line := range strings.Lines(read(t, auditLog)[from:]) {
 		var e struct {
 			UserAgent, Verb string
-			ObjectRef       struct{ Resource, Subresource string }
+			ObjectRef       struct{ Resource, Subresource, Name string }
 		}
 		if json.Unmarshal([]byte(line), &e) != nil || !strings.HasPrefix(e.UserAgent, "flux-") || e.ObjectRef.Resource == "leases" || e.Verb == "watch" {
 			continue
 		}
 		program, _, _ := strings.Cut(e.UserAgent, " ")
-		counts[program+" "+e.Verb+" "+e.ObjectRef.Resource+" "+e.ObjectRef.Subresource]++
+		counts[program+" "+e.Verb+" "+e.ObjectRef.Resource+" "+e.ObjectRef.Subresource+" "+e.ObjectRef.Name]++
 	}
 	return counts
 }
@@ -216,7 +216,14 @@ func TestFiftyClaimsAtOnce(t *testing.T) {
 	if p := published(t); len(p) != len(names) {
 		t.Errorf("%d are published", len(p))
 	}
-	from := int64(len(read(t, auditLog)))
+	// What is told of the attachments, Events among it, comes a moment after them.
+	var from int64
+	c.wait("nobody of ours asks the API server for anything for some seconds", func() (bool, string) {
+		from = int64(len(read(t, auditLog)))
+		<-time.After(5 * time.Second)
+		calls := callsSince(t, from)
+		return len(calls) == 0, fmt.Sprint(calls)
+	})
 	<-time.After(2 * time.Minute)
 	for call, n := range callsSince(t, from) {
 		t.Errorf("%d calls in steady state: %s", n, call)
