@@ -1,7 +1,7 @@
 // Package events tells what happens to sandboxes as Events of the API server.
 //
-// They are off the path of every operation: an Event is queued, sent in the background, and dropped when the API server
-// cannot take it. Equal ones within ten minutes are counted in one object, and one sandbox cannot flood the others
+// They are off the path of every operation: an Event is queued, sent in the background a moment after what it tells of, and
+// dropped when the API server cannot take it. Equal ones within ten minutes are counted in one object, and one sandbox cannot flood the others
 // (client-go's correlator).
 package events
 
@@ -14,6 +14,7 @@ import (
 	"k8s.io/client-go/kubernetes"
 	typedv1 "k8s.io/client-go/kubernetes/typed/core/v1"
 	"k8s.io/client-go/tools/record"
+	"k8s.io/utils/clock"
 
 	agentsv1alpha1 "github.com/flux-sandbox/flux-sandbox/api/agents/v1alpha1"
 	"github.com/flux-sandbox/flux-sandbox/api/sandbox/v1alpha1"
@@ -23,6 +24,7 @@ import (
 type Recorder struct {
 	broadcaster record.EventBroadcaster
 	recorder    record.EventRecorder
+	ended       chan struct{}
 }
 
 // NewRecorder begins to send Events in the name of a component. Close ends it.
@@ -32,8 +34,9 @@ func NewRecorder(client kubernetes.Interface, component string) (*Recorder, erro
 		return nil, err
 	}
 	b := record.NewBroadcaster()
-	b.StartRecordingToSink(&typedv1.EventSinkImpl{Interface: client.CoreV1().Events("")})
-	return &Recorder{broadcaster: b, recorder: b.NewRecorder(scheme, corev1.EventSource{Component: component})}, nil
+	ended := make(chan struct{})
+	b.StartRecordingToSink(&patient{sink: &typedv1.EventSinkImpl{Interface: client.CoreV1().Events("")}, clock: clock.RealClock{}, ended: ended})
+	return &Recorder{broadcaster: b, recorder: b.NewRecorder(scheme, corev1.EventSource{Component: component}), ended: ended}, nil
 }
 
 // maxMessage is the most bytes of an Event's message that the API server takes (validation of core/v1 Events).
@@ -52,5 +55,8 @@ func (r *Recorder) About(object runtime.Object, eventType, reason, message strin
 	r.recorder.Event(object, eventType, reason, message)
 }
 
-// Close ends the sending. What is still queued is lost.
-func (r *Recorder) Close() { r.broadcaster.Shutdown() }
+// Close ends the sending, once. What is still queued is lost.
+func (r *Recorder) Close() {
+	close(r.ended)
+	r.broadcaster.Shutdown()
+}
