@@ -1,7 +1,7 @@
 // Testsummary makes a run of tests readable and counts it.
 //
 // It reads the output of "go test -json" and prints a line per package, and everything that a failed test
-// wrote. Several runs add up in a tally file, from which the closing line is made:
+// wrote. Several runs add up in a tally file, from which the closing lines are made:
 //
 //	go test -json ./internal/... | testsummary -tally FILE
 //	testsummary -tally FILE -close        # prints what failed tests said, in short, and "N passed, N failed"
@@ -23,7 +23,7 @@ import (
 
 func main() {
 	tallyFile := flag.String("tally", "", "`file` in which the counts of several runs add up")
-	closing := flag.Bool("close", false, "read no tests; print the closing line of the tally")
+	closing := flag.Bool("close", false, "read no tests; print the closing lines of the tally")
 	flag.Parse()
 
 	var total Run
@@ -52,8 +52,8 @@ func main() {
 	}
 }
 
-// load reads the counts kept in file; none yet is zero.
-func load(file string, c *Run) error {
+// load reads the run kept in file; none yet is zero.
+func load(file string, r *Run) error {
 	if file == "" {
 		return nil
 	}
@@ -65,17 +65,17 @@ func load(file string, c *Run) error {
 		return err
 	}
 	defer f.Close()
-	if err := json.NewDecoder(f).Decode(c); err != nil && err != io.EOF {
+	if err := json.NewDecoder(f).Decode(r); err != nil && err != io.EOF {
 		return fmt.Errorf("%s: %w", file, err)
 	}
 	return nil
 }
 
-func save(file string, c Run) error {
+func save(file string, r Run) error {
 	if file == "" {
 		return nil
 	}
-	b, err := json.Marshal(c)
+	b, err := json.Marshal(r)
 	if err != nil {
 		return err
 	}

@@ -221,7 +221,7 @@ func (p *pkg) reason(name string) string {
 // complaint is a line of t.Error, or of t.Log: go test does not tell them apart.
 var complaint = regexp.MustCompile(`^\S+_test\.go:\d+: `)
 
-// The most that is repeated of a failed test: as many of its first lines as of its last, and bytes of each.
+// The most that is repeated of a failed test: as many of its first lines as of its last, and characters of each.
 const (
 	maxComplaints = 6
 	maxComplaint  = 400

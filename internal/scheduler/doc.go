@@ -33,8 +33,9 @@
 //
 // A sandbox with spec.template or spec.podRef is a Pod (podlife.go). It is not placed: Kubernetes does that, and node, stage
 // and phase are read off the Pod; it takes nothing of a group's capacity, and obeys the group's gate, or its
-// SandboxSet's, the runtime csi. As soon as the Pod has a node, its volumes are sent there to be prepared (AT_CREATE), and its agent attaches them at every start of the
-// container; into a container that runs they are attached at once. Which of the two it is may be misjudged at no cost.
+// SandboxSet's, the runtime csi. As soon as the Pod has a node, its volumes are sent there to be prepared (AT_CREATE), and its
+// agent attaches them at every start of the container; into a container that runs they are attached at once. Which of the two
+// it is may be misjudged at no cost.
 // What an agent has is of one Pod, by its UID. When the sandbox's own Pod is made again, what its node still has of the
 // former one is detached before anything of the new one is attached, and the agent forgets by itself what it has of a Pod
 // that is gone: the sandbox is never deleted on a node to which its next Pod may come. Only when it goes itself is its own

@@ -1,8 +1,8 @@
 // Package events tells what happens to sandboxes as Events of the API server.
 //
 // They are off the path of every operation: an Event is queued, sent in the background a moment after what it tells of, and
-// dropped when the API server cannot take it. Equal ones within ten minutes are counted in one object, and one sandbox cannot flood the others
-// (client-go's correlator).
+// dropped when the API server cannot take it (patient.go). Equal ones within ten minutes are counted in one object, and one
+// sandbox cannot flood the others (client-go's correlator).
 package events
 
 import (
